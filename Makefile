@@ -14,7 +14,7 @@ $(VENV)/ready: requirements.txt tests/requirements.txt tests/constraints.txt
 
 .PHONY: run quick test rehearsal lint format chaos bench gpu engine mutants
 run: $(VENV)/ready
-	GLIBC_TUNABLES=$${GLIBC_TUNABLES-$$($(BIN)/python -m common.malloc)} $(BIN)/python jobs/train.py --custom_data true --epochs 4 --max_samples 1024 --batch_size 32 --lr 0.02 --output_dir output_dir/run
+	GLIBC_TUNABLES=$${GLIBC_TUNABLES-$$($(BIN)/python -m common.machine.malloc)} $(BIN)/python jobs/train.py --custom_data true --epochs 4 --max_samples 1024 --batch_size 32 --lr 0.02 --output_dir output_dir/run
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright

@@ -15,10 +15,11 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils import collate
 
-from common import devices, malloc, progress
+from common import devices, progress
 from common.alive.stops import STOPS
 from common.devices.seeds import are_different, seeded_batch, states
 from common.errors import SampleError, TrainingFailed, UserError, is_of_the_system, one_line
+from common.machine import malloc
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
 THREAD_NAME = "batches ahead"  # name of the thread that makes them

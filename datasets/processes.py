@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch.utils.data._utils import collate, worker
 
-from common import malloc, progress
+from common import progress
 from common.alive.stops import STOPS
 from common.devices.diagnosis import KILLED
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line
 from common.files import scratch_folder
+from common.machine import malloc
 
 SHARED_MEMORY = "/dev/shm"
 STOP_SECONDS = 1  # longest wait for workers to end when the job is told to stop

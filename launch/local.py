@@ -27,8 +27,9 @@ import time
 from collections.abc import Mapping
 from typing import IO, Callable
 
-from common import arguments, cores, drivers, malloc
+from common import arguments
 from common.errors import count
+from common.machine import cores, drivers, malloc
 from common.world.network import free_port
 from launch.options import missing_job, new_parser, split_words
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, NoReturn, Optional, Union
 
-from common import typed
+from common.arguments import typed
 from common.errors import TrainingFailed, UserError, of_a_file, one_line
 from common.secrets import HIDDEN, is_secret
 

@@ -15,10 +15,10 @@ from typing import Callable
 
 from common import report
 from common.address import is_bucket
+from common.arguments import boolean
 from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.storage import bucket, download
-from common.typed import boolean
 from launch.options import new_parser, run_for_exit_code
 
 

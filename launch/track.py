@@ -12,10 +12,10 @@ import time
 
 from common import storage
 from common.address import is_bucket
+from common.arguments import boolean
 from common.errors import TrainingFailed, UserError, one_line
 from common.track import senders
 from common.track.follow import PICTURES, Follower, has_ended, rows
-from common.typed import boolean
 from launch.options import new_parser, run_for_exit_code
 from launch.report import fetch_files
 

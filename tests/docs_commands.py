@@ -95,8 +95,8 @@ NOT_RUN = {
         "torchrun --nproc_per_node 8 jobs/train_restore.py --data_url /data/deblur --data_backend dali-gpu",
     ],
     "sets a variable; tests/test_malloc.py sets it": [
-        "export GLIBC_TUNABLES=$(python -m common.malloc)",
-        "export GLIBC_TUNABLES=$(python -m common.malloc) OMP_NUM_THREADS=1",
+        "export GLIBC_TUNABLES=$(python -m common.machine.malloc)",
+        "export GLIBC_TUNABLES=$(python -m common.machine.malloc) OMP_NUM_THREADS=1",
     ],
     "reads a script of the reader's; tests/test_blocks.py has such a one": [
         "python -m launch blocks show train_sample.py",

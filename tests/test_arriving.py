@@ -25,9 +25,9 @@ import pytest
 from common import report, storage
 from common.address import local_folder
 from common.alive import heartbeat, patience
-from common.child import start_python
 from common.errors import TrainingFailed, UserError
 from common.files import MIB
+from common.machine.child import start_python
 from common.storage import bucket, listing, once, ranges
 from datasets.crc import crc32
 from datasets.packs import arrival, fetcher, packed

@@ -13,10 +13,10 @@ import zlib
 import pytest
 from packaging.requirements import Requirement
 
-from common import drivers
 from common.devices import diagnosis
 from common.doctor import checks
 from common.errors import UserError
+from common.machine import drivers
 from common.world import network
 from launch import local
 from tests.jobs import ROOT, TINY, command, run_forked

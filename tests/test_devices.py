@@ -8,9 +8,10 @@ import re
 import pytest
 import torch
 
-from common import arguments, cores, devices, drivers, world
+from common import arguments, devices, world
 from common.devices import diagnosis
 from common.errors import UserError
+from common.machine import cores, drivers
 from datasets.dali.batches import DaliBatches
 from tests.test_world import MPI, SRUN, TORCHRUN
 

@@ -8,8 +8,9 @@ import threading
 import pytest
 import torch
 
-from common import arguments, cores, devices
+from common import arguments, devices
 from common.errors import UserError
+from common.machine import cores
 from datasets import drop_in
 from datasets.dali import batches
 from datasets.drop_in import spellings

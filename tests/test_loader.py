@@ -17,8 +17,9 @@ import pytest
 import torch
 from PIL import Image
 
-from common import arguments, cores, devices
+from common import arguments, devices
 from common.errors import SampleError, TrainingFailed, UserError, is_victim
+from common.machine import cores
 from common.run import clock, timing
 from common.run.observers import console
 from datasets import cifar10, imagenet

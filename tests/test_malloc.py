@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from common import drivers, malloc
+from common.machine import drivers, malloc
 from tests.jobs import ROOT, environment, run
 
 
@@ -34,7 +34,7 @@ def test_glibc_takes_every_setting():
 
 
 def test_by_hand_it_is_what_launch_local_sets(on_a_cpu):
-    done = subprocess.run([sys.executable, "-m", "common.malloc"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "common.machine.malloc"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert malloc.tuned({}) == {"GLIBC_TUNABLES": done.stdout.strip()}
 
 

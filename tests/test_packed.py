@@ -24,8 +24,8 @@ from PIL import Image
 
 from common import arguments
 from common.alive import patience
-from common.child import start_python
 from common.errors import TrainingFailed, UserError
+from common.machine.child import start_python
 from common.storage import once
 from datasets import imagenet
 from datasets.packs import arrival, packed

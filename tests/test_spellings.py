@@ -113,7 +113,7 @@ def test_the_rest_is_refused(job, capsys, words, what):
 
 
 def test_a_worker_of_a_node_repeats_no_remark(parsed, monkeypatch, capsys):
-    monkeypatch.setattr(arguments.heartbeat, "has_parent", lambda: True)
+    monkeypatch.setattr(arguments.options.heartbeat, "has_parent", lambda: True)
     parsed("--jit", "script")
     assert "has no effect" not in "".join(capsys.readouterr())
 

@@ -165,7 +165,7 @@ BAD = [
     ("kubeflow", {"name": "a" * 55}, "--name is 'aaa"),
     ("slurm", {"job": "jobs/none.py"}, "there is no job jobs/none.py"),
     ("slurm", {"job": "launch/pack.py"}, "launch/pack.py is not a job of this repository"),
-    ("slurm", {"job": "jobs/../common/arguments.py"}, "is not a job of this repository"),
+    ("slurm", {"job": "jobs/../common/job.py"}, "is not a job of this repository"),
     ("modelarts", {"flavor": None}, "modelarts needs --flavor"),
     ("modelarts", {"output_url": None}, "modelarts needs --output_url"),
     ("modelarts", {"engine": "pytorch_2.7.1-cann_8.3.rc1-py_3.11-hce_2.0.2509-aarch64-snt9b"}, "--engine pytorch_2.7.1-cann_8.3.rc1-py_3.11-hce_2.0.2509-aarch64-snt9b is for NPUs: give --accelerator npu with it"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common.child import start_python
+from common.machine.child import start_python
 from common.run.observers import tracker
 from common.run.side_files import SideFiles
 from common.track import follow, senders

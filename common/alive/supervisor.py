@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from common import cores, malloc, world
+from common import world
 from common.alive import heartbeat
 from common.alive.judge import Judge
 from common.alive.watch import Watch
@@ -23,6 +23,7 @@ from common.alive.wire import channel, hub, secret
 from common.alive.worker import Worker
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line, report_failure
 from common.files import scratch_folder
+from common.machine import cores, malloc
 from common.world import World, naming, network
 
 KILLED_SECONDS = 10  # how long killed workers may take to end; a worker that the kernel blocks does not end

@@ -7,9 +7,9 @@ from typing import Optional
 
 import torch
 
-from common import drivers
 from common.devices import kinds
 from common.errors import TrainingFailed
+from common.machine import drivers
 from common.packages import first_two
 
 KILLED = "a loader process was killed, perhaps for want of memory: lower --workers or --batch_size, or ask for more memory"

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from common import cores
 from common.devices import kinds
 from common.errors import UserError
+from common.machine import cores
 
 # --- How it computes ------------------------------------------------------------------------------------------------------
 

@@ -9,12 +9,13 @@ import subprocess
 from collections.abc import Mapping
 from typing import Optional
 
-from common import cores, devices, drivers
+from common import devices
 from common.alive.wire import secret
 from common.devices import diagnosis
 from common.doctor.table import Finding, bad, doubtful, good, size
 from common.errors import count
 from common.files import MIB
+from common.machine import cores, drivers
 from common.world import World, network
 
 CLOCK_DOUBTFUL, CLOCK_BAD = 2, 300  # seconds; stores refuse signatures that are 15 minutes off, some sooner

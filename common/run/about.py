@@ -17,8 +17,9 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
-from common import VERSION, arguments, cores, devices
+from common import VERSION, arguments, devices
 from common.alive import heartbeat
+from common.machine import cores
 from common.secrets import HIDDEN, is_secret, mask
 
 LAUNCHER = "ANYRANK_LAUNCHER"  # the command of `python -m launch`, which sets it if it has started all nodes

@@ -3,6 +3,16 @@ the network over which it reaches the others."""
 
 from common.world import folders
 from common.world.place import World
-from common.world.resolve import PLATFORM, here, require_one_device, resolve
+from common.world.resolve import PLATFORM, advice_for_several_devices, here, require_one_device, resolve
 
-__all__ = ["PLATFORM", "World", "folders", "here", "naming", "network", "require_one_device", "resolve"]
+__all__ = [
+    "PLATFORM",
+    "World",
+    "advice_for_several_devices",
+    "folders",
+    "here",
+    "naming",
+    "network",
+    "require_one_device",
+    "resolve",
+]

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Mapping
 
 from common.errors import UserError, count
-from common.typed import advice_for_several_devices
 from common.world.place import Given, World
 from common.world.rules import RULES
 
@@ -48,6 +47,13 @@ def require_one_device(args: argparse.Namespace) -> None:
             f"({world.platform}: {world.rule}), "
             f"but {args.job}.py trains on one device: {advice_for_several_devices(args.job)}"
         )
+
+
+def advice_for_several_devices(job: str) -> str:
+    """Return what to do with a job, named as its file without .py, that trains on one device where there are several."""
+    if job in ("train", "train_amp", "train_dali", "train_dp", "train_dpex", "train_exact", "train_restore", "speedrun"):
+        return "start train_ddp.py instead"
+    return "add the lines of docs/your_own.md, On every GPU of every node"
 
 
 def resolve(args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str, launcher: str = "") -> World:

@@ -12,8 +12,8 @@ from typing import Any, Union
 import numpy as np
 import torch
 
-from common import cores
 from common.errors import one_line
+from common.machine import cores
 from common.progress import warn
 from datasets.dali.pipeline import AHEAD, as_tensor, build, cut, decoded, give_memory_back, like_the_others, need_dali, resized
 from datasets.photos import decode

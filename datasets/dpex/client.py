@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any, Optional
 
-from common.child import START_SECONDS, repository, start_python
 from common.errors import UserError, one_line
+from common.machine.child import START_SECONDS, repository, start_python
 from datasets.dpex import bridge as bridge_process
 from datasets.dpex.wire import copy, memory_of, pack, receive, send, source_packages, unpack
 

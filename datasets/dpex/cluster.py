@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common import malloc
-from common.child import START_SECONDS, repository
 from common.errors import UserError
+from common.machine import malloc
+from common.machine.child import START_SECONDS, repository
 
 REACH_SECONDS = 2.0
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # with it Ray uses 127.0.0.1 for a cluster of one machine

@@ -27,8 +27,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from common import arguments
-from common.child import START_SECONDS
 from common.errors import TrainingFailed, UserError
+from common.machine.child import START_SECONDS
 from datasets import cifar10
 from datasets.dpex.client import Bridge, ClusterLost, Workers, bridge
 from datasets.dpex.worker import End

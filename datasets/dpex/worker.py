@@ -12,7 +12,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from common import malloc
+from common.machine import malloc
 from datasets.dpex.wire import Left, leave, pack, unpack
 from datasets.processes import collate_in_own_memory
 

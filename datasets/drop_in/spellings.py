@@ -7,7 +7,7 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from common.typed import YES_OR_NO, boolean
+from common.arguments import YES_OR_NO, boolean
 
 FIRST_WORD = ("--data_url", "--recipe=nvidia")
 

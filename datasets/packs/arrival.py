@@ -23,9 +23,9 @@ import numpy as np
 from common import moments, progress, storage
 from common.address import is_address, is_bucket, local_folder
 from common.alive import heartbeat, patience
-from common.child import START_SECONDS, start_python
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB, contents
+from common.machine.child import START_SECONDS, start_python
 from common.storage import once
 from datasets.packs import fetcher, packed
 from datasets.packs.fetcher import State

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable, Optional, Union
 
-from common import typed
 from common.address import is_address
+from common.arguments import typed
 from common.errors import UserError, one_line
 from common.secrets import BUCKETS, is_secret, mask
 from common.storage.bucket import ADDRESS

@@ -7,7 +7,7 @@ Every figure is a ratio of two forms that took turns, several rounds, one thread
     (b) batches/s of our CIFAR loader against torchvision's CIFAR10 and DataLoader with the same augmentation
     (c) what a checkpoint costs the training, as a share of a step
     (d) seconds from process start to the first optimizer step, against a plain loop's
-    (e) a training step with the memory settings of common/malloc.py, against one without, in float32 and bfloat16
+    (e) a training step with the memory settings of common/machine/malloc.py, against one without, in float32 and bfloat16
 Prints the table that RESULTS.md keeps, with machine and date.
 """
 
@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import malloc
 from common.checkpoints.manifest import Position
 from common.checkpoints.saver import Saving
+from common.machine import malloc
 from common.models.resnet import resnet18
 from datasets import cifar10, cifar10_files, synthetic
 from datasets.sampler import EpochSampler

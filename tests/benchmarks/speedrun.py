@@ -4,7 +4,7 @@
 
 In every round each network of speedrun.py is trained once as a whole job, with another seed, and the sample's recipe (Adam 0.01, 128
 images a step, float32, no augmentation) goes on for its share of the seconds that ResNet-18 took: at the end it has had as many as one run.
-Ours are started with the memory settings of common/malloc.py, the sample's recipe as users start it: without.
+Ours are started with the memory settings of common/machine/malloc.py, the sample's recipe as users start it: without.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from common import malloc
+from common.machine import malloc
 from common.models.resnet import resnet18
 from datasets import cifar10_files
 from tests.benchmarks import rows

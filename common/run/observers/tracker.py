@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from common.alive.stops import STOPS
-from common.child import start_python
+from common.machine.child import start_python
 from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 from common.track import follow

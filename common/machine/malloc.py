@@ -3,7 +3,7 @@
 glibc reads the settings once, when a process starts, so the program that starts the training processes sets them (`make run`,
 launch local, the parent of a node). To set them by hand, where no GPU computes:
 
-    GLIBC_TUNABLES=$(python -m common.malloc) python jobs/train.py
+    GLIBC_TUNABLES=$(python -m common.machine.malloc) python jobs/train.py
 """
 
 import ctypes
@@ -25,7 +25,7 @@ SETTINGS = {
 
 def tuned(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the GLIBC_TUNABLES of training processes as a dict, empty if `environ` has them or there is an NVIDIA GPU."""
-    from common import drivers
+    from common.machine import drivers
 
     return {} if VARIABLE in environ or drivers.gpus() else {VARIABLE: text()}
 

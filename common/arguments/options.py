@@ -1,9 +1,4 @@
-"""The command-line options of a job: their groups and defaults. typed.py defines how they may be typed.
-
-parser = arguments.general_parser(__doc__, ...)      # a job may add options of its own here: parser.add_argument(...)
-args = arguments.parse(parser)                       # args.world: node and rank of this process; args.input: its data;
-                                                     # args.given: {option: value} as on the command line
-"""
+"""The options that jobs have: their groups and defaults, and what parse() makes of a command line."""
 
 import argparse
 import contextlib
@@ -15,10 +10,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Callable, NoReturn, Optional
 
-from common import VERSION, moments, secrets, typed, world
+from common import VERSION, moments, secrets, world
 from common.alive import heartbeat, patience
+from common.arguments import typed
+from common.arguments.typed import boolean
 from common.errors import UserError, one_line, report_failure
-from common.typed import boolean
 from common.world import folders
 
 TRACKERS = ("mlflow", "wandb", "swanlab")  # of --track

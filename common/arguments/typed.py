@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from typing import Optional
 
 from common.errors import one_line
+from common.world import advice_for_several_devices
 
 # Options that platforms are known to append and that no job needs.
 PLATFORM_OPTIONS = {
@@ -140,10 +141,3 @@ def _stands_alone(word, known):
         return f"unknown option {shown}: " + (f"did you mean --{near}?" if near else "options begin with two dashes")
     looks_like_data = os.sep in word or os.path.exists(word)
     return f"{shown!r} belongs to no option" + (f": did you mean --data_url {shown}?" if looks_like_data else "")
-
-
-def advice_for_several_devices(job: str) -> str:
-    """Return what to do with a job, named as its file without .py, that trains on one device where there are several."""
-    if job in ("train", "train_amp", "train_dali", "train_dp", "train_dpex", "train_exact", "train_restore", "speedrun"):
-        return "start train_ddp.py instead"
-    return "add the lines of docs/your_own.md, On every GPU of every node"

@@ -26,7 +26,7 @@ def repository() -> str:
     """Return the folder that holds `common` and `datasets`. A job in one file first writes them to a temporary folder."""
     sources = getattr(__spec__.loader, "sources", None)
     if sources is None:
-        return str(Path(__file__).resolve().parents[1])
+        return str(Path(__file__).resolve().parents[2])
     folder = tempfile.mkdtemp(prefix="anyrank-modules-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, source in sources.items():
