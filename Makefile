@@ -4,7 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(if $(shell command -v uv),uv pip install --python $(BIN)/python,$(BIN)/python -m pip install --progress-bar off)
-QUICK := house alike blocks arguments world checkpoint scores formats smoke
+QUICK := tests/house/test_house.py tests/launch/test_blocks.py tests/common/arguments tests/common/world/test_world.py \
+	tests/common/ranks/test_differing.py tests/common/checkpoints/test_checkpoint.py tests/common/run/test_scores.py tests/formats \
+	tests/jobs/test_smoke.py
 
 $(VENV)/ready: requirements.txt tests/requirements.txt tests/constraints.txt
 	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
@@ -26,15 +28,15 @@ format: $(VENV)/ready
 # Under a minute on two cores.
 quick: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(BIN)/python -m tests $(QUICK:%=tests/test_%.py)
+	$(BIN)/python -m tests $(QUICK)
 
-# What CI runs.
+# What CI runs, or the tests of some rooms: make test ROOM="common/checkpoints launch"
 test: lint
-	$(BIN)/python -m tests
+	$(BIN)/python -m tests $(ROOM:%=tests/%)
 
-# What takes long, by hand: all of it, or of the rooms that you have touched (see CONTRIBUTING.md): make rehearsal ONLY="elastic hosts"
+# What takes long, by hand: all of it, or of the rooms that you have touched: make rehearsal ROOM="common/elastic jobs"
 rehearsal: $(VENV)/ready
-	$(BIN)/python -m tests -m rehearsal $(ONLY:%=tests/test_%*.py)
+	$(BIN)/python -m tests -m rehearsal $(ROOM:%=tests/%)
 
 # All of it, or what FAULT names: a program (kill, resumes, store, ray, disk, strangers, elastic, frozen, patience,
 # arriving) or a row of the last one. disk and the last one keep their rows between

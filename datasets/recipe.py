@@ -27,7 +27,7 @@ TORCHVISION = {
     "mixup": 0.2, "cutmix": 1.0, "nesterov": False,
 }  # fmt: skip
 
-# The settings for a small folder, chosen on the pictures that tests/pictures.py draws (tests/benchmarks/RESULTS.md).
+# The settings for a small folder, chosen on the pictures that tests/tools/pictures.py draws (tests/benchmarks/RESULTS.md).
 SMALL = {"optimizer": "adamw", "label_smoothing": 0.1, "crop_scale": 0.7, "resize": "whole"}
 BATCH, STEPS = 32, 8  # the largest total batch; the fewest steps of an epoch, for which the batch is made smaller
 WARMUP = 0.3  # fraction of the epochs

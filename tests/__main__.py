@@ -1,4 +1,4 @@
-"""All tests, each file in a process of its own: python -m tests [FILES] [OPTIONS OF PYTEST]
+"""All tests, each file in a process of its own: python -m tests [FILES OR FOLDERS] [OPTIONS OF PYTEST]
 
 The processes are forks of this one, which has done the slow imports. They wait for other processes now and then, so there
 are more of them than cores. What has failed is tried once more, alone: if it passes then, the run is not red, but the last lines
@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests
 
 import pytest
 
-from tests import starter
+from tests.tools import starter
 
 HERE = Path(__file__).resolve().parent
 PROCESSES = 2  # for each core
@@ -30,8 +30,8 @@ MOST = 3  # tests that are tried again
 SHOWN = 20
 OUTCOMES = ["passed", "skipped", "failed"]
 # The longest begin first; those that wait and those that compute in turn.
-FIRST = ["patience", "train", "frozen", "imagenet", "publishing", "bundle", "fetching", "docs", "dpex", "elastic", "packed", "exact",
-         "watched_single_rank", "modelarts", "doctor", "ddp_resume"]  # fmt: skip
+FIRST = ["patience", "train", "frozen_machine", "train_imagenet", "run_bucket", "bundle", "download", "docs", "dpex", "elastic",
+         "packed", "exact", "watcher", "modelarts", "doctor", "resume_at_other_sizes"]  # fmt: skip
 
 
 class Results:
@@ -128,6 +128,20 @@ def counted(files):
     return ", ".join(f"{len(names[outcome])} {outcome}" for outcome in OUTCOMES if names[outcome])
 
 
+def is_file(word):
+    """Of tests, or of one of them: FILE.py::TEST."""
+    return Path(str(word).partition("::")[0]).suffix == ".py"
+
+
+def is_folder(word):
+    """Of tests: a word of pytest's options may be the name of another folder."""
+    return HERE in (Path(word).resolve(), *Path(word).resolve().parents) and Path(word).is_dir()
+
+
+def files_in(folder):
+    return [os.path.relpath(path) for path in sorted(Path(folder).rglob("test_*.py"), key=order)]
+
+
 def order(path):
     name = path.stem.removeprefix("test_")
     return (FIRST.index(name) if name in FIRST else len(FIRST)), -path.stat().st_size
@@ -135,9 +149,10 @@ def order(path):
 
 def main(words):
     began = time.monotonic()
-    files = [word for word in words if not word.startswith("-") and Path(word.partition("::")[0]).suffix == ".py"]
-    options = [word for word in words if word not in files]
-    groups = [[name] for name in files] or [[os.path.relpath(path)] for path in sorted(HERE.glob("test_*.py"), key=order)]
+    chosen = [word for word in words if is_file(word) or is_folder(word)]
+    options = [word for word in words if word not in chosen]
+    files = [name for word in chosen or [HERE] for name in ([word] if is_file(word) else files_in(word))]
+    groups = [[name] for name in files]
     # What is killed leaves its temporary files, so all go with a folder. Its name is short, for the paths of sockets.
     os.environ["TMPDIR"] = tempfile.tempdir = temporary = tempfile.mkdtemp(prefix="t-")
     try:

@@ -19,12 +19,12 @@ import pytest
 from common import files, moments
 from common.alive import heartbeat, patience
 from common.alive.stops import STOPS, Stops
-from tests.jobs import FIGURES, ROOT, TINY, run_job
-from tests.objectstore import SECRET, ObjectStore
-from tests.packages import only_what_was_asked_for
-from tests.ranks import TWO
-from tests.stores import MIB, fill
-from tests.test_data import write_folder
+from tests.tools.cifar import write_folder
+from tests.tools.jobs import FIGURES, ROOT, TINY, run_job
+from tests.tools.objectstore import SECRET, ObjectStore
+from tests.tools.packages import only_what_was_asked_for
+from tests.tools.ranks import TWO
+from tests.tools.stores import MIB, fill
 
 sys.addaudithook(only_what_was_asked_for)
 

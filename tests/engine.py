@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 from launch.bundle import requirements
-from tests.jobs import PATIENCE, ROOT, TINY
-from tests.packages import TOOLS, missing
+from tests.tools.jobs import PATIENCE, ROOT, TINY
+from tests.tools.packages import TOOLS, missing
 
 OWN = ["torch==2.1.0", "torchvision==0.16.0", "numpy==1.24.4", "pillow<11"]  # the engine's, and they have to stay
 MORE = ["onnx>=1.16", "onnxscript>=0.5", "pymemcache>=4.0"]  # the extras that some verbs ask for
@@ -47,7 +47,7 @@ torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)), "progr
 """
 CACHE = """
 import os, subprocess, sys
-from tests.memcached import Memcached
+from tests.tools.memcached import Memcached
 with Memcached() as server:
     os.environ["KSPEED_IPLIST"] = server.address
     sys.exit(subprocess.run(["python", "-m", "launch", "kspeed", "preload", "photos"]).returncode)  # the engine's
@@ -114,7 +114,7 @@ OPTIONS = {
     "the same with train_ddp_exact.py": handed_over("train_ddp_exact", *TINY, *TWO),
     "the same with train_imagenet.py": handed_over("train_imagenet", *IMAGENET, *TWO),
     "the same with train_restore.py": handed_over("train_restore", *RESTORE, *TWO),
-    "hostile files in place of weights": [["-m", "tests.hostile"]],
+    "hostile files in place of weights": [["-m", "tests.tools.hostile"]],
     "weights that are a program": [
         ["-c", PROGRAM],
         job("train_imagenet", *IMAGENET, "--evaluate", "true", "--weights", "program.pth"),

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 from tests import __main__ as side_by_side
-from tests import starter
+from tests.tools import starter
 
 ROOT = Path(__file__).resolve().parents[1]  # in the copy, the copy
 HERE = Path(os.environ.get("MUTANTS", ROOT / "output_dir" / "mutants"))
@@ -114,7 +114,7 @@ def write_map(copy):
         path.unlink(missing_ok=True)
     for path in sorted(path.relative_to(ROOT) for room in PRODUCT for path in (ROOT / room).rglob("*.py")):
         (copy / path).write_text(spied(path))
-    jobs = copy / "tests/jobs.py"
+    jobs = copy / "tests/tools/jobs.py"
     jobs.write_text(jobs.read_text().replace('("PATH", "HOME",', '("PYTEST_CURRENT_TEST", "PATH", "HOME",'))
     subprocess.run([sys.executable, "-m", "tests", "-p", "tests.mutants"], cwd=copy)  # tests of texts and lines fail
     subprocess.run(["git", "checkout", "--quiet", "--force", "."], cwd=copy, check=True)

@@ -2,6 +2,6 @@
 
 # Modules.
 __all__ = [
-    "checkpoint", "evidence", "manifest", "names", "parts", "pretrained", "publisher", "restore", "run_bucket", "run_folder",
+    "checkpoint", "evidence", "names", "parts", "position", "pretrained", "publisher", "restore", "run_bucket", "run_folder",
     "saver", "starts", "weights",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any, Callable, Optional
 
 from common import files
 from common.checkpoints import checkpoint, names, restore, run_folder
-from common.checkpoints.manifest import Position
+from common.checkpoints.position import Position
 from common.checkpoints.run_folder import RunFolder
 from common.errors import TrainingFailed, UserError, one_line
 from common.weights.files import OPTIONS, evaluated_weights, write_weights

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from common.checkpoints.manifest import Position
+from common.checkpoints.position import Position
 from common.errors import UserError
 
 

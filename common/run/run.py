@@ -29,7 +29,7 @@ from common import devices, files, moments
 from common.alive.stops import STOPS
 from common.checkpoints import checkpoint, parts, restore, run_folder
 from common.checkpoints.evidence import Evidence
-from common.checkpoints.manifest import Position
+from common.checkpoints.position import Position
 from common.checkpoints.saver import Saving
 from common.devices.seeds import EVALUATION, HEAD, TAIL, seed_step
 from common.errors import STOP_SIGNALS, UserError
@@ -317,7 +317,7 @@ class Run:
         self.allow_stop(evaluates=True)
         self.enter("evaluate")
 
-    # The order of a step is a contract: where a part fails, the run ends before what is below it (tests/test_step.py).
+    # The order of a step is a contract: where a part fails, the run ends before what is below it (test_step.py).
     #   1. the ledger of this rank has the samples of the step
     #   2. the step counts: the position moves, the loss is added
     #   3. the observers are told; one that fails is dropped, and the run goes on

@@ -2,8 +2,8 @@
 the network over which it reaches the others."""
 
 from common.world import folders
-from common.world.place import World
 from common.world.resolve import PLATFORM, advice_for_several_devices, here, require_one_device, resolve
+from common.world.world import World
 
 __all__ = [
     "PLATFORM",

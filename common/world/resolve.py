@@ -8,8 +8,8 @@ import socket
 from collections.abc import Mapping
 
 from common.errors import UserError, count
-from common.world.place import Given, World
 from common.world.rules import RULES
+from common.world.world import Given, World
 
 PLATFORM = "ANYRANK_PLATFORM"  # set by a node's parent for its workers: the platform, and how it was recognised
 DEFAULT_PORT = 29500  # the same on every node; MASTER_PORT overrides it

@@ -11,7 +11,7 @@ import zlib
 from typing import Optional
 
 from common.errors import UserError, one_line
-from common.world.place import Given, World, node, process, require_equal
+from common.world.world import Given, World, node, process, require_equal
 
 MODELARTS_PORT = 6666  # the port in the manual's examples; ModelArts' own images are given none
 

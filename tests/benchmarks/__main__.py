@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.benchmarks.base import machine
 from tests.benchmarks.rows import FILE
-from tests.jobs import ROOT, environment
+from tests.tools.jobs import ROOT, environment
 
 # In the order of the table; what each needs of the data.
 BENCHMARKS = {

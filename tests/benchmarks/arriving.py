@@ -38,10 +38,10 @@ from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.benchmarks.storage import KEY, SECRET, get_programs, started
 from tests.benchmarks.streams import BATCH, MARK, NEEDS, Taken, paced, show
-from tests.jobs import ROOT, environment, module_of
-from tests.line import Line
-from tests.objectstore import free_port
-from tests.packages import program, python_program
+from tests.tools.jobs import ROOT, environment, module_of
+from tests.tools.line import Line
+from tests.tools.objectstore import free_port
+from tests.tools.packages import program, python_program
 
 PICTURES, SIZE, CLASSES = 6000, 110_000, 10
 FORMS, TRANSFER = ("local", "first", "remote", "arriving"), "transfer"

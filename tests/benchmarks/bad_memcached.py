@@ -11,7 +11,7 @@ from pymemcache.client.hash import HashClient
 
 from datasets.kspeed.cache import SampleCache, addresses
 from tests.benchmarks.memcached_forms import SAMPLES, SECONDS, SIZES, THREADS, content, plain, text
-from tests.memcached import Liar, Memcached
+from tests.tools.memcached import Liar, Memcached
 
 TRIALS = 20
 WAIT = 3  # seconds after which a bad server is told to stop

@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.checkpoints.manifest import Position
+from common.checkpoints.position import Position
 from common.checkpoints.saver import Saving
 from common.machine import malloc
 from common.models.resnet import resnet18
 from datasets import cifar10, cifar10_files, synthetic
 from datasets.sampler import EpochSampler
 from tests.benchmarks import rows
-from tests.jobs import ROOT, command, environment
+from tests.tools.jobs import ROOT, command, environment
 
 CPU = torch.device("cpu")
 

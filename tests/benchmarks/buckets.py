@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.models import resnet18
 from common.ranks import buckets
 from tests.benchmarks.base import machine
-from tests.objectstore import free_port
+from tests.tools.objectstore import free_port
 
 BATCH = 8
 STEPS = 2  # of each network in a round

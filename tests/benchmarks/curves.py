@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from tests.benchmarks.base import machine
-from tests.jobs import ROOT, command, environment
+from tests.tools.jobs import ROOT, command, environment
 
 STEPS, BATCH, SEEDS = 300, 16, 3
 PACKED = ["original", "320", "256", "raw"]

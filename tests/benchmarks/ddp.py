@@ -20,7 +20,7 @@ from pathlib import Path
 from datasets import cifar10
 from tests.benchmarks import rows
 from tests.benchmarks.base import machine
-from tests.jobs import ROOT, environment
+from tests.tools.jobs import ROOT, environment
 
 STEPS, BATCH, WIDTH = 60, 64, 16
 

@@ -27,9 +27,9 @@ from pathlib import Path
 from tests.benchmarks.base import machine
 from tests.benchmarks.elastic_peers import EPOCHS, NODES, SAMPLES, SHARE_SECONDS
 from tests.chaos.victims import digest
-from tests.hosts import Hosts
-from tests.jobs import ROOT, final_state
-from tests.packages import namespaces
+from tests.tools.hosts import Hosts
+from tests.tools.jobs import ROOT, final_state
+from tests.tools.packages import namespaces
 
 OPTIONS = ["--custom_data", "true", "--max_samples", SAMPLES, "--batch_size", 8, "--width", 4, "--epochs", EPOCHS, "--shares", 8,
            "--lr", 0.02, "--workers", 0, "--ledger", "true", "--augment", "false"]  # fmt: skip

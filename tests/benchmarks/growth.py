@@ -31,8 +31,8 @@ from datasets.packs import packed
 from datasets.photos import files, tree
 from tests.benchmarks import rows
 from tests.benchmarks.base import machine
-from tests.jobs import ROOT, command, environment
-from tests.ranks import children
+from tests.tools.jobs import ROOT, command, environment
+from tests.tools.ranks import children
 
 COUNTS = [1_000, 10_000, 100_000, 1_000_000, 1_280_000]
 CLASSES = 1000
@@ -237,8 +237,8 @@ def asked_by(store, folder, steps):
     """The methods of the requests of a start of the run in the bucket "runs", which goes on to this many steps."""
     import pytest
 
-    from tests.faultproxy import faults
-    from tests.jobs import run_forked
+    from tests.tools.faultproxy import faults
+    from tests.tools.jobs import run_forked
 
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch, faults(store, lambda request: None, patch) as proxy:
@@ -250,7 +250,7 @@ def asked_by(store, folder, steps):
 
 def of_starts(folder):
     """One run in a bucket, of a start for each three steps, and each in a new folder, as on a new machine."""
-    from tests.objectstore import ObjectStore
+    from tests.tools.objectstore import ObjectStore
 
     print("| start | s | lists | objects read | written | deleted | objects there | bytes |\n|---|---|---|---|---|---|---|---|")
     (folder / "store").mkdir()

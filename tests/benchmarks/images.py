@@ -40,9 +40,9 @@ from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.benchmarks.forked import measure, table
 from tests.benchmarks.storage import KEY, SECRET, get_programs, serve
-from tests.jobs import ROOT, environment
-from tests.memcached import Memcached
-from tests.packages import program, python_package
+from tests.tools.jobs import ROOT, environment
+from tests.tools.memcached import Memcached
+from tests.tools.packages import program, python_package
 
 PACKED = ("tiled", "320", "256", "raw")
 FFCV, FFCV_ORDERED = "FFCV, raw, its own order", "FFCV, raw, our order"

@@ -25,7 +25,7 @@ from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.gpu.measured import NAMES, WINDOWS, end, process_age
 from tests.gpu.rows import last_json
-from tests.jobs import ROOT, environment
+from tests.tools.jobs import ROOT, environment
 
 # {loop: what pip installs}
 NEEDS = {"accelerate": "accelerate==1.15.0", "lightning": "lightning==2.6.6"}
@@ -205,7 +205,7 @@ def measured(loop: str, width: int, batch: int) -> dict:
             options = ["--custom_data", "true", "--width", width, "--batch_size", batch, "--max_samples", 5000, "--epochs", 2]
             words = [sys.executable, "-m", "tests.gpu.measured", FIRST, LAST, "jobs/train.py", *options, "--output_dir", folder]
         else:
-            from tests.packages import python_program  # a machine with a GPU may have no pytest
+            from tests.tools.packages import python_program  # a machine with a GPU may have no pytest
 
             python = python_program("python", NEEDS[loop]) if loop in NEEDS else sys.executable
             words = [python, "-m", "tests.benchmarks.libraries", "--loop", loop, "--width", width, "--batch", batch]

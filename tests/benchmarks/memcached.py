@@ -40,8 +40,8 @@ from tests.benchmarks.memcached_forms import (
     fill,
     text,
 )
-from tests.memcached import Memcached
-from tests.packages import program
+from tests.tools.memcached import Memcached
+from tests.tools.packages import program
 
 
 def forked(function):

@@ -13,7 +13,7 @@ from pymemcache.client.rendezvous import RendezvousHash
 
 from datasets.kspeed import fleet, memcached
 from datasets.kspeed.cache import SampleCache, addresses
-from tests.samples import listed
+from tests.tools.samples import listed
 
 SIZES, SAMPLES, GETS, WARM_UP, THREADS = (110_000, 400_000), 20, 400, 40, 8
 PATIENCE = 10  # both, where only the cost is measured: a busy machine is no bad server

@@ -18,8 +18,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests import pictures
-from tests.jobs import command, environment
+from tests.tools import pictures
+from tests.tools.jobs import command, environment
 
 README = ["--arch", "resnet18", "--image_size", 64]
 SETS = {"shapes": (480, 14), "small_shapes": (540, 30), "colours": (480, 14), "digits": (960, 10)}  # pictures, epochs

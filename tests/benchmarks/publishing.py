@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.benchmarks import rows
 from tests.benchmarks.base import machine
 from tests.benchmarks.storage import KEY, SECRET, get_programs, serve
-from tests.jobs import command, environment
+from tests.tools.jobs import command, environment
 
 OPTIONS = ["--custom_data", "true", "--max_samples", 1024, "--batch_size", 64, "--width", 32, "--epochs", 2, "--save_steps", 4]
 

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 from tests.benchmarks.base import machine
-from tests.hosts import Hosts
-from tests.jobs import ROOT, wait_for
+from tests.tools.hosts import Hosts
+from tests.tools.jobs import ROOT, wait_for
 
 ON_A_NODE = 8
 STEPS = 50

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from datasets.dpex.loader import DpexDataLoader
 from tests.benchmarks import rows
 from tests.benchmarks.base import machine
-from tests.rayhosts import RayHosts
+from tests.tools.rayhosts import RayHosts
 
 BATCH = 64
 KINDS = {"light": 80, "heavy": 32, "photographs": 240}  # batches of an epoch

@@ -24,7 +24,7 @@ from common.models.resnet import resnet18
 from datasets import cifar10_files
 from tests.benchmarks import rows
 from tests.benchmarks.base import forever, machine
-from tests.jobs import command, environment
+from tests.tools.jobs import command, environment
 
 TARGET, NETS = 0.8, ["resnet18", "small"]
 SAMPLE = "an epoch of the ModelArts sample's recipe"

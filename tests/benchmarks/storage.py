@@ -25,8 +25,8 @@ from pathlib import Path
 from unittest import mock
 
 from tests.benchmarks import rows
-from tests.objectstore import free_port
-from tests.packages import program
+from tests.tools.objectstore import free_port
+from tests.tools.packages import program
 
 MIB = 1 << 20
 LARGE, OBJECTS, SIZE = 512 * MIB, 2000, 110_000

@@ -29,13 +29,12 @@ from common.storage import listing
 from datasets.packs import fetcher, packed
 from launch.pack import command as pack
 from tests.benchmarks.arriving import fill
-from tests.faultproxy import FaultProxy
-from tests.jobs import assert_same_bits, command, environment, final_state, lock_holders
-from tests.line import Line
-from tests.objectstore import ObjectStore
-from tests.ranks import children, workers_of
-from tests.test_arriving import WORDS, is_whole, publish, size_of
-from tests.test_packed import settings, write_tree
+from tests.tools.faultproxy import FaultProxy
+from tests.tools.jobs import assert_same_bits, command, environment, final_state, lock_holders
+from tests.tools.line import Line
+from tests.tools.objectstore import ObjectStore
+from tests.tools.packs import WORDS, is_whole, publish, settings, size_of, write_tree
+from tests.tools.ranks import children, workers_of
 
 PICTURES, RATE = 600, 300_000  # of the pack, and bytes a second of the line: it arrives for some ten seconds
 KINDS = ("flip", "short", "cut", "reset")

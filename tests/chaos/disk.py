@@ -24,10 +24,10 @@ import time
 from pathlib import Path
 
 from datasets.dpex.cluster import LOOPBACK
-from tests import packages
 from tests.chaos import disk_cases, disk_point
 from tests.chaos.disk_cases import CASES
-from tests.jobs import ROOT, environment
+from tests.tools import packages
+from tests.tools.jobs import ROOT, environment
 
 FAULTS = ("ENOSPC", "EIO", "killed")
 OPERATIONS = ("mkdir", "open", "write", "fsync", "truncate", "rename", "unlink")
@@ -169,7 +169,7 @@ def main(argv=None):
 
 
 def fill(options, work):
-    from tests.starter import IMPORTS
+    from tests.tools.starter import IMPORTS
 
     if not (work / "photos").exists():
         disk_cases.make_photographs(work / "photos")

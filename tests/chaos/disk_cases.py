@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Callable, Optional
 
 from tests.chaos.victims import digest
-from tests.jobs import ROOT, final_state
+from tests.tools.jobs import ROOT, final_state
 
 CIFAR = ["--custom_data", "true", "--max_samples", 128, "--batch_size", 32, "--width", 2, "--epochs", 2, "--save_steps", 2,
          "--keep", 1, "--ledger", "true"]  # fmt: skip

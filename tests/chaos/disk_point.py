@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests.chaos.disk_cases import left
 from tests.chaos.kill import in_child
-from tests.jobs import ROOT, environment
-from tests.starter import become, opened
+from tests.tools.jobs import ROOT, environment
+from tests.tools.starter import become, opened
 
 NAMED = re.compile(r"rename out/checkpoints/(\d{12})\.json")  # from here on it is a checkpoint
 WENT_ON = re.compile(r"(?:going on from| of) \S*?(\d{12})\.pt")

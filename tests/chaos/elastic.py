@@ -23,11 +23,11 @@ from pathlib import Path
 
 from tests.chaos.victims import digest
 from tests.check_ledger import complaints, steps_that_count
-from tests.hosts import OUTSIDE, Hosts
-from tests.jobs import final_state, run_job
-from tests.objectstore import ObjectStore
-from tests.packages import namespaces
-from tests.ranks import workers_of
+from tests.tools.hosts import OUTSIDE, Hosts
+from tests.tools.jobs import final_state, run_job
+from tests.tools.objectstore import ObjectStore
+from tests.tools.packages import namespaces
+from tests.tools.ranks import workers_of
 
 SHARES, SAMPLES, EPOCHS = 8, 320, 40
 OPTIONS = ["--custom_data", "true", "--max_samples", str(SAMPLES), "--batch_size", "8", "--width", "4", "--epochs", str(EPOCHS),

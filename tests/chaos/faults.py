@@ -21,10 +21,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.hosts import Hosts, wait_all
-from tests.jobs import ROOT
-from tests.packages import namespaces
-from tests.ranks import LONG, workers_of
+from tests.tools.hosts import Hosts, wait_all
+from tests.tools.jobs import ROOT
+from tests.tools.packages import namespaces
+from tests.tools.ranks import LONG, workers_of
 
 TIMEOUT = 60
 OPTIONS = [*LONG, "--batch_size", "16", "--save_steps", "1"]

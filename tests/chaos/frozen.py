@@ -20,11 +20,11 @@ from pathlib import Path
 from common.checkpoints import checkpoint
 from common.errors import UserError
 from tests.chaos.victims import digest
-from tests.frozen import Start, frozen, held, left_in, let_go, wait_until_held
-from tests.jobs import final_state
-from tests.objectstore import ObjectStore, free_port
-from tests.ranks import TWO
-from tests.stores import copied
+from tests.tools.frozen import Start, frozen, held, left_in, let_go, wait_until_held
+from tests.tools.jobs import final_state
+from tests.tools.objectstore import ObjectStore, free_port
+from tests.tools.ranks import TWO
+from tests.tools.stores import copied
 
 SAVES = ["--save_steps", "1", "--epochs", "3", "--ledger", "true"]
 HOW = {

@@ -24,7 +24,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: no thread survives a fork
 
 from tests.chaos.victims import VICTIMS, write_result
-from tests.starter import IMPORTS
+from tests.tools.starter import IMPORTS
 
 POLL_SECONDS = 0.0005
 

@@ -20,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from launch.pack import command as pack
-from tests.faultproxy import FaultProxy
-from tests.jobs import assert_same_bits, command, environment, final_state
-from tests.objectstore import ObjectStore
-from tests.test_imagenet import SMALL
-from tests.test_packed import contents, settings, write_tree
+from tests.tools.faultproxy import FaultProxy
+from tests.tools.flagship import SMALL
+from tests.tools.jobs import assert_same_bits, command, environment, final_state
+from tests.tools.objectstore import ObjectStore
+from tests.tools.packs import contents, settings, write_tree
 
 RANKS = {1: [], 2: ["--nproc_per_node", "2"]}
 # Small batches, so that what is read ahead is no whole epoch: then an evaluation would wait, which may take an hour.

@@ -18,8 +18,8 @@ import warnings
 from pathlib import Path
 
 from datasets.dpex.loader import DpexDataLoader
-from tests.rayhosts import RayHosts
-from tests.test_dpex_faults import COUNT, STALL, Pictures, epoch
+from tests.datasets.dpex.test_faults import COUNT, STALL, Pictures, epoch
+from tests.tools.rayhosts import RayHosts
 
 FAULTS = ["worker killed", "host lost", "head lost"]
 

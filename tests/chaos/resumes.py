@@ -19,11 +19,11 @@ import traceback
 from pathlib import Path
 
 from tests.chaos.victims import digest, unfinished
-from tests.jobs import PATIENCE, ROOT, final_state, wait_for
-from tests.objectstore import ObjectStore, free_port
-from tests.ranks import children, workers_of
-from tests.restarts import SYNTHETIC, assert_goes_on_to, finish, has_saved, start, words_of
-from tests.stores import copied
+from tests.tools.jobs import PATIENCE, ROOT, final_state, wait_for
+from tests.tools.objectstore import ObjectStore, free_port
+from tests.tools.ranks import children, workers_of
+from tests.tools.restarts import SYNTHETIC, assert_goes_on_to, finish, has_saved, start, words_of
+from tests.tools.stores import copied
 
 CIFAR = [*SYNTHETIC, "--max_samples", 192, "--batch_size", 8, "--width", 4, "--epochs", 6]
 DDP = [ROOT / "jobs" / "train_ddp.py", *CIFAR]

@@ -20,9 +20,9 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.faultproxy import FaultProxy
-from tests.jobs import lock_holders
-from tests.objectstore import ObjectStore
+from tests.tools.faultproxy import FaultProxy
+from tests.tools.jobs import lock_holders
+from tests.tools.objectstore import ObjectStore
 
 FAULTS = ["flip", "short", "cut", "reset"]
 BODIES, SIZE = 300, 50_000

@@ -25,8 +25,8 @@ from pathlib import Path
 from common.alive.wire import secret
 from tests.benchmarks.base import machine
 from tests.chaos.victims import digest
-from tests.jobs import ROOT, TINY, environment, final_state
-from tests.objectstore import free_port
+from tests.tools.jobs import ROOT, TINY, environment, final_state
+from tests.tools.objectstore import free_port
 
 OPTIONS = [*TINY[:4], "--batch_size", "32", *TINY[6:-1]]  # and the number of epochs
 SECRET = "a secret of this program"

@@ -10,10 +10,10 @@ import os
 import shutil
 from pathlib import Path
 
-from tests.jobs import ROOT, environment, final_state
-from tests.objectstore import ObjectStore, free_port
-from tests.starter import become, opened
-from tests.stores import copied
+from tests.tools.jobs import ROOT, environment, final_state
+from tests.tools.objectstore import ObjectStore, free_port
+from tests.tools.starter import become, opened
+from tests.tools.stores import copied
 
 SMALL = ["--custom_data", "true", "--max_samples", "512", "--batch_size", "32", "--width", "4", "--epochs", "3",
          "--save_steps", "2"]  # fmt: skip
@@ -107,7 +107,7 @@ class Ray(Job):
     """The batches come from a Ray cluster, which stays while the job is killed."""
 
     def open(self, folder):
-        from tests.rayhosts import RayHosts
+        from tests.tools.rayhosts import RayHosts
 
         (folder / "ray").mkdir()
         self._hosts = RayHosts(folder / "ray", 0)
@@ -123,7 +123,7 @@ class Pack(Job):
     """`launch pack`: the bytes of all its files."""
 
     def open(self, folder):
-        from tests.test_packed import write_tree
+        from tests.tools.packs import write_tree
 
         self._photographs = write_tree(folder / "photographs", 1000)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tests.gpu import report
 from tests.gpu.table import ROWS, SLICES
-from tests.jobs import ROOT
+from tests.tools.jobs import ROOT
 
 DONE = ("passed", "missing", "not judged")
 ONE = ["-m", "tests.gpu.one"]

@@ -1,6 +1,6 @@
 """The verdicts of `make gpu`: each takes what was measured, and returns what is wrong with it, or None.
 
-Whatever compares numbers stands here, so that tests/test_gpu.py can show that it fails when they are wrong.
+Whatever compares numbers stands here, so that tests/gpu/test_gpu.py can show that it fails when they are wrong.
 """
 
 import math

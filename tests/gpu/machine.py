@@ -14,7 +14,7 @@ from datasets.photos.labelled import Photos
 from datasets.sampler import EpochSampler
 from tests.gpu import judge, runs, speed
 from tests.gpu.rows import SMALL, Missing, need
-from tests.jobs import command
+from tests.tools.jobs import command
 
 GPU = torch.device("cuda")
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.jobs import ROOT
+from tests.tools.jobs import ROOT
 
 KEPT = ROOT / "tests" / "benchmarks" / "gpu.jsonl"
 PAGE = KEPT.with_name("GPU.md")

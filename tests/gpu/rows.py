@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from tests.jobs import ROOT, command
+from tests.tools.jobs import ROOT, command
 
 SMALL = ["--custom_data", "true", "--max_samples", "2048", "--epochs", "1"]  # a CIFAR job of a few seconds
 

@@ -15,8 +15,8 @@ import torch
 
 from tests.gpu import judge
 from tests.gpu.rows import SMALL, last_json
-from tests.jobs import ROOT, command, final_state
-from tests.overflow import overflowing
+from tests.tools.jobs import ROOT, command, final_state
+from tests.tools.overflow import overflowing
 
 PHOTOS = ["--custom_data", "true", "--data_backend", "synthetic", "--epochs", 1]
 

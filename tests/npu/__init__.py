@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from tests import packages
+from tests.tools import packages
 
 HERE = Path(__file__).parent
 SOURCES = ("device.cpp", "torch_npu.py")

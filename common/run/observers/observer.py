@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import torch
 
-from common.checkpoints.manifest import Position
+from common.checkpoints.position import Position
 from common.run.plan import Plan, Results
 
 

@@ -12,7 +12,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from tests import packages
+from tests.tools import packages
 
 HERE = Path(__file__).resolve().parent
 SOURCES = ["runtime.cpp", "nccl.cpp", "profiler.cpp", "driver.c", "counts.h"]

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from tests.gpu import rehearsal
-from tests.jobs import command, environment
+from tests.tools.jobs import command, environment
 
 KEPT = Path(__file__).with_name("costs.json")
 STEPS = (16, 28)  # those that are counted: DDP takes the times of the first ten

@@ -1,0 +1,246 @@
+"""What is for GPUs, on a stand-in for the CUDA runtime: that it runs, on which device, and what it asks of the GPU in a step."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from common.devices.largest_batch import with_margin
+from tests.benchmarks import libraries
+from tests.gpu import rehearsal
+from tests.gpu.rehearsal import costs
+from tests.gpu.table import ROWS
+from tests.tools.jobs import PATIENCE, ROOT, command, environment, saved, wait_for
+from tests.tools.objectstore import free_port
+from tests.tools.packages import packages_of, python_package, python_program
+
+pytestmark = pytest.mark.rehearsal  # minutes
+
+SMALL = ["--custom_data", "true", "--max_samples", "1024", "--batch_size", "64", "--epochs", "1"]
+PHOTOS = ["--custom_data", "true", "--data_backend", "synthetic", "--arch", "resnet18", "--image_size", "64", "--batch_size", "16",
+          "--epochs", "1", "--max_steps", "6"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def stand_in():
+    rehearsal.need_what_builds_it()
+
+
+def rehearse(folder, *words, gpus=1, check=0, seconds=PATIENCE, **env):
+    """What a command printed on so many GPUs."""
+    env = environment(**rehearsal.environment(gpus, **env))
+    words = [str(word) for word in words]
+    done = subprocess.run(
+        words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
+    )
+    assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", costs.ROWS)
+def test_a_step_costs_no_more_than_the_table_says(name):
+    row, waits = costs.measure(name)
+    assert costs.too_much(name, row) == [], f"{row}\nthe host waits here: {waits}"
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+LOCAL = [sys.executable, "-m", "launch", "local", "--nodes", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "says"),
+    [
+        ([*TORCHRUN, "--nproc_per_node", "2", ROOT / "jobs" / "train_ddp.py", *SMALL], 2, "rank 0 of 2"),
+        ([*LOCAL, ROOT / "jobs" / "train_ddp.py", "--", *SMALL], 2, "rank 0 of 2"),
+        ([*LOCAL, ROOT / "jobs" / "train_ddp_amp.py", "--", *SMALL], 4, "rank 0 of 4"),
+        (command("train_ddp", *SMALL), 2, "rank 0 of 2"),
+        (
+            command("train_restore", "--custom_data", "true", "--epochs", "1", "--max_steps", "4", "--deterministic", "true"),
+            2,
+            "rank 0 of 2",
+        ),
+        (command("train_imagenet", *PHOTOS, "--max_steps", "20", "--prof", "4"), 1, "Training speed was"),
+        (
+            command(
+                "train_imagenet", *PHOTOS, "--amp_dtype", "float16", "--mixup", "0.2", "--ema", "0.9", "--deterministic", "true"
+            ),
+            2,
+            "rank 0 of 2",
+        ),
+        (command("train_ddp", *SMALL, "--doctor", "true"), 2, "torch sees 2"),
+        (command("train", *SMALL), 2, "1 of 2 GPUs are idle"),
+        (
+            command("train", *SMALL, "--max_samples", "2048", "--profile", "true", "--deterministic", "true"),
+            1,
+            "profile: 10 steps",
+        ),
+        (command("train_ddp", *SMALL, "--width", "4", "--nproc_per_node", "2", "--enable_gpu", "false"), 1, "cpu (1 thread)"),
+    ],
+    ids=lambda value: str(value[-1]) if isinstance(value, list) else None,
+)
+def test_a_job_runs_on_the_gpus_that_there_are(tmp_path, words, gpus, says):
+    local = ["--output_dir", tmp_path / "out"]
+    printed = rehearse(ROOT, *words, *local, gpus=gpus)
+    assert says in printed and ("cuda:0 (Rehearsal GPU)" in printed) == (
+        says not in ("torch sees 2", "cpu (1 thread)", "Training speed was")
+    )
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_network_is_evaluated_alone(tmp_path, gpus):
+    words = [*command("train_imagenet", *PHOTOS), "--output_dir", tmp_path / "out"]
+    rehearse(tmp_path, *words, gpus=gpus)
+    printed = rehearse(tmp_path, *words, "--evaluate", "true", gpus=gpus)
+    assert "accuracy" in printed and (tmp_path / "out" / "evaluation.json").exists()
+
+
+def test_two_slices_of_a_gpu_are_two_gpus(tmp_path):
+    out = ["--output_dir", tmp_path / "out"]
+    printed = rehearse(tmp_path, *command("train_ddp", *SMALL), *out, CUDA_VISIBLE_DEVICES="MIG-a,MIG-b")
+    assert "starting ranks 0 to 1 of 2" in printed and "cuda:0 (Rehearsal GPU), rank 0 of 2" in printed
+
+
+def test_more_workers_than_gpus_are_refused_in_a_sentence(tmp_path):
+    printed = rehearse(tmp_path, *command("train_ddp", *SMALL, "--nproc_per_node", "2"), check=2)
+    assert "2 processes on a node with 1 GPU: give --nproc_per_node 1, or --enable_gpu false to train on the CPU" in printed
+
+
+def test_two_ranks_on_one_gpu_are_named(tmp_path):
+    """As in a SLURM step whose processes see one GPU for all of them."""
+    env = {"SLURM_JOB_ID": "9", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0",
+           "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(free_port()), **rehearsal.environment(1)}  # fmt: skip
+    tasks = [
+        subprocess.Popen(
+            command("train_ddp", *SMALL, "--output_dir", tmp_path),
+            env=environment(**env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for task in tasks:
+        assert "ranks 0 and 1 compute on the same GPU of host" in task.communicate(timeout=PATIENCE)[1] and task.returncode == 2
+
+
+def test_a_stop_saves_and_the_next_start_goes_on(tmp_path):
+    words = [*command("train", *SMALL, "--epochs", 50, "--save_steps", 4), "--output_dir", str(tmp_path / "out")]
+    process = subprocess.Popen(words, cwd=tmp_path, env=environment(**rehearsal.environment()), stdout=subprocess.DEVNULL)
+    wait_for(saved(tmp_path, 256), process, "the first checkpoint")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE) == 143
+    assert "going on from" in rehearse(tmp_path, *words, "--max_steps", 1)
+
+
+CAPTURE = """
+import json, torch
+place, other = torch.ones(4, device="cuda"), torch.cuda.Stream()
+found, graph = {}, torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    place.add_(1)
+graph.replay()
+for name, act in {"item": lambda: place.sum().item(), "wait": torch.cuda.synchronize, "pageable": lambda: torch.ones(4).to("cuda")}.items():
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            act()
+        found[name] = "allowed"
+    except RuntimeError as error:
+        found[name] = str(error).splitlines()[0]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_of_make_gpu_comes_to_its_end(tmp_path, row):
+    """Numbers mean nothing here, so they are not judged; how the programs behave is."""
+    more = {"out of memory": {"REHEARSAL_MIB": "2048"}}
+    if row == "other libraries":
+        folders = [packages_of(python_program("python", requirement)) for requirement in libraries.NEEDS.values()]
+        path = [rehearsal.environment()["PYTHONPATH"], *folders, python_package("timm==1.0.31")]
+        more[row] = {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    words = [
+        sys.executable,
+        "-m",
+        "tests.gpu",
+        "--out",
+        tmp_path,
+        "--work",
+        tmp_path / "work",
+        "--rounds",
+        "1",
+        "--slower",
+        "4",
+        "--only",
+        row,
+    ]
+    printed = rehearse(ROOT, *words, seconds=2400, OMP_NUM_THREADS="2", **more.get(row, {}))
+    (found,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert found["verdict"] in ("passed", "not judged"), printed
+
+
+def test_what_waits_cannot_be_captured(tmp_path):
+    found = json.loads(rehearse(tmp_path, sys.executable, "-c", CAPTURE).splitlines()[-1])
+    assert all("captur" in found[name] for name in ("item", "wait")), found
+
+
+def test_the_driver_is_asked_through_its_library(tmp_path):
+    code = "from common import drivers; print(drivers.nvidia(), drivers.gpus())"
+    printed = rehearse(tmp_path, sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}", gpus=3)
+    assert printed.split() == ["580.0", "3"]
+
+
+# --- The largest batch ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "job, words",
+    [
+        ("train_ddp", [*SMALL, "--max_samples", "5000"]),
+        ("train_imagenet", [*PHOTOS, "--image_size", "96", "--total_batch", "64"]),
+    ],
+)
+def test_a_gpu_with_more_memory_takes_more(tmp_path, job, words):
+    found = {}
+    for mib in (1024, 2048):
+        printed = rehearse(
+            tmp_path,
+            *command(job, *words),
+            "--find_max_batch",
+            "true",
+            "--output_dir",
+            tmp_path / "out",
+            gpus=2,
+            REHEARSAL_MIB=str(mib),
+        )
+        tried = {
+            int(size): fits for size, fits in re.findall(r"--batch_size (\d+) (fits|does not fit)$", printed, re.MULTILINE)
+        }
+        found[mib] = int(
+            re.search(r"^done: take --batch_size (\d+): \d+ is the largest of which 3 steps fitted", printed, re.MULTILINE)[1]
+        )
+        largest_tried = max(size for size, fits in tried.items() if fits == "fits")
+        assert found[mib] == with_margin(largest_tried) and "does not fit" in tried.values()
+        assert not (tmp_path / "out").exists()
+    assert 1.5 < found[2048] / found[1024] < 3
+
+
+def test_where_the_data_end_first_that_is_said(tmp_path):
+    printed = rehearse(tmp_path, *command("train", *SMALL), "--find_max_batch", "true", "--output_dir", tmp_path / "out")
+    assert "is more than the data have" in printed and "fits, and the data have too few samples for a larger one" in printed
+
+
+def test_the_flagship_goes_on_in_smaller_portions(tmp_path):
+    words = [*command("train_imagenet", *PHOTOS), "--batch_size", "1024", "--output_dir", tmp_path / "out"]
+    printed = rehearse(tmp_path, *words, REHEARSAL_MIB="1024")
+    (line,) = re.findall("^warning: CUDA out of memory.*$", printed, re.MULTILINE)[-1:]
+    assert (
+        "in portions of" in line
+        and "and the same total batch, as with --batch_size" in line
+        and "for a total batch of 1024, in portions of 1024" in printed
+    )
+    assert "done: " in printed and printed.count("CUDA out of memory") <= 4
+    printed = rehearse(tmp_path, *command("train_ddp", *SMALL, "--batch_size", "1024"), REHEARSAL_MIB="300", check=1)
+    assert "lower --batch_size (--find_max_batch true finds the largest that fits)" in printed

@@ -1,0 +1,488 @@
+"""The base job from the outside: what it writes, how it goes on after every kind of end, and what it refuses."""
+
+import contextlib
+import gzip
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import sys
+
+import pytest
+import torch
+
+from common import VERSION, arguments
+from common.models.resnet import FEW, Across, resnet18
+from common.run import about, first_lines
+from common.run.run import Run
+from datasets import cifar10
+from datasets.sampler import EpochSampler
+from tests.tools.every_job import LEAVES, SMALLER
+from tests.tools.jobs import (
+    PATIENCE,
+    ROOT,
+    TINY,
+    Popen,
+    assert_same_bits,
+    command,
+    environment,
+    final_state,
+    run,
+    run_forked,
+    run_job,
+    saved,
+    slow_ones_marked,
+    start,
+    wait_for,
+)
+
+
+@pytest.fixture
+def again(finished, tmp_path):
+    """A copy of the finished run's folder, to start again in."""
+    shutil.copytree(finished[0] / "out", tmp_path / "out")
+    return tmp_path
+
+
+# --- What a person sees ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_everything_it_promises(finished):
+    folder, _printed = finished
+    out = folder / "out"
+    names = {
+        "checkpoints",
+        "tensorboard",
+        "examples",
+        "metrics.jsonl",
+        "speed.jsonl",
+        "journal.jsonl",
+        "state.json",
+        "curves.png",
+    }
+    names |= {"report.txt", "report.json", "report.html"}
+    names |= {f"epoch_{epoch}.pth{suffix}" for epoch in (1, 2) for suffix in ("", ".sha256")}
+    names |= {"epoch_1.json", "epoch_2.json"}
+    assert {path.name for path in out.iterdir()} == names
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    report = (out / "report.txt").read_text()
+    assert all(word in report for word in ("precision", "recall", "pattern 9", "Confusion matrix"))
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["epoch"], row["steps"], row["samples"]) for row in rows] == [(1, 4, 256), (2, 8, 512)]
+    assert rows[1]["train_loss"] < rows[0]["train_loss"]
+    assert sum(int(number) for number in re.findall(r" (\d+)", report.split("Confusion")[1].split("\n\n")[1])) >= 256
+
+
+def test_the_log_names_device_and_platform_and_is_key_value(finished):
+    lines = finished[1].splitlines()
+    assert lines[0].startswith(f"train: anyrank {VERSION}, cpu (1 thread), rank 0 of 1, platform plain")
+    assert lines[1] == (
+        "a new run: 2 epochs of 4 steps, 256 training samples of 10 classes, made up (--custom_data true); results in "
+        f"{finished[0]}/out"
+    )
+    assert "synthetic" in lines[2] and "means nothing" in lines[2]
+    line = next(line for line in lines if "images_per_s" in line)
+    form = r"epoch=1/2 step=1/4 train_loss=\d+\.\d{4} lr=0\.\d+ images_per_s=\d+ left=\? waiting_for_data=\d+% transfer=\d+% compute=\d+%"
+    assert re.fullmatch(form, line), line
+    news = r"(the best so far|best \d\.\d{4} in epoch 1), accuracy [+-]\d\.\d{4}, loss [+-]\d\.\d{4}, train_loss [+-]\d\.\d{4}"
+    assert re.fullmatch(rf"epoch=2/2 steps=8 accuracy=\d\.\d{{4}} loss=\d\.\d{{4}} seconds=\d+\.\d \({news}\)", lines[-4]), (
+        lines[-4]
+    )
+    assert lines[-3].startswith("done: best accuracy") and lines[-3].endswith("/out/checkpoints/000000000512.pt")
+    out = finished[0] / "out"
+    assert lines[-2] == f"files: report.html, metrics.jsonl, curves.png, report.txt in {out}; TensorBoard in {out}/tensorboard"
+    use = f"cd {ROOT} && python -m launch export {out} --format torch"
+    assert lines[-1] == f"next: with more --epochs the same command trains longer. A network for any program: {use}"
+    assert re.search(r" in epoch (\d) \(epoch_\1\.pth\)\. last checkpoint ", lines[-3])
+
+
+def test_the_command_for_the_network_is_one_that_this_torch_can_do(monkeypatch):
+    monkeypatch.setattr(about.devices, "TORCH", (2, 5))
+    assert about.export_command("out").endswith("out --format onnx")
+
+
+def test_on_a_terminal_there_is_a_bar(tmp_path):
+    """Under a pseudo-terminal, as a person has it."""
+    own, terminal = pty.openpty()
+    words = command("train", *TINY, "--epochs", 1, "--output_dir", tmp_path / "out")
+    process = Popen(words, cwd=tmp_path, env=environment(TERM="xterm"), stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # at the end, as nobody has the other side open
+        while content := os.read(own, 1 << 16):
+            shown += content
+    os.close(own)
+    assert process.wait() == 0
+    assert shown.count(b"epoch 1/1:") and b"100%" in shown and b"images_per_s=" not in shown
+
+
+def test_tensorboard_has_the_curves(finished):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished[0] / "out" / "tensorboard")).Reload()
+    assert {"train/loss", "train/lr", "speed/images_per_s", "test/accuracy"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("test/accuracy")] == [4, 8]
+
+
+def test_the_weights_are_those_of_the_modelarts_sample(finished):
+    """Plain weights under the sample's names, and at full width its parameters and tensors."""
+    weights = torch.load(finished[0] / "out" / "epoch_2.pth", weights_only=True)
+    resnet18(width=4).load_state_dict(weights)
+    full = resnet18()
+    assert sum(parameter.numel() for parameter in full.parameters()) == 11_173_962 and len(full.state_dict()) == 122
+    assert list(weights) == list(full.state_dict())
+    assert {
+        "conv1.0.weight",
+        "conv2.0.residual_function.0.weight",
+        "conv3.0.shortcut.1.bias",
+        "dense_layer.bias",
+    } <= weights.keys()
+
+
+@pytest.mark.parametrize("channels", [FEW - 1, FEW])
+def test_few_channels_overwrite_no_memory_and_have_the_gradients_of_a_convolution(channels):
+    """With torch's own layer this process is killed where a CPU has AVX2 alone."""
+    layer = Across(channels, 16, kernel_size=1, stride=2, bias=False).to(memory_format=torch.channels_last)
+    images = torch.randn(64, channels, 32, 32).to(memory_format=torch.channels_last).requires_grad_()
+    for _ in range(10):
+        images.grad = layer.weight.grad = None
+        layer(images).square().sum().backward()
+    found, (images.grad, layer.weight.grad) = (images.grad, layer.weight.grad), (None, None)
+    torch.einsum("bihw,oi->bohw", images[:, :, ::2, ::2], layer.weight[:, :, 0, 0]).square().sum().backward()
+    for ours, expected in zip(found, (images.grad, layer.weight.grad)):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_network_learns(tmp_path):
+    options = ["--custom_data", "true", "--max_samples", 1024, "--batch_size", 32, "--width", 8, "--epochs", 5]
+    run_job("train", tmp_path, *options)
+    assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])["accuracy"] > 0.6
+
+
+def test_the_recipe_of_the_modelarts_sample_is_reachable(tmp_path):
+    recipe = re.search(r"(--optimizer adam.*--augment false)", (ROOT / "jobs" / "train.py").read_text()).group(1).split()
+    done = run_job("train", tmp_path, *TINY, *recipe, "--epochs", 1)
+    assert " lr=0.01 " in done.stdout
+
+
+# --- Killed, stopped, started again ------------------------------------------------------------------------------------
+
+
+def test_killed_in_mid_epoch_and_started_again_the_result_has_the_same_bits(finished, tmp_path):
+    """Twice in the same run; the later starts have loader workers, and the last one has to end with them."""
+    options = [*TINY, "--save_steps", 1]
+    for number, workers in ((64, 0), (384, 2)):
+        process = start(tmp_path, *options, "--workers", workers)
+        wait_for(saved(tmp_path, number), process, f"checkpoint {number}")
+        process.kill()
+        process.wait()
+    done = run_job("train", tmp_path, *options, "--workers", 2)
+    assert re.search(r"going on from \S+000000000(384|448).pt: epoch 2, after (128|192) of its samples", done.stdout), (
+        done.stdout
+    )
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])  # SIGTERM: test_step.py
+def test_a_stop_signal_saves_within_a_step(finished, tmp_path, number, code):
+    process = start(tmp_path, *TINY, "--save_steps", 1, "--keep", 100)
+    wait_for(saved(tmp_path, 64), process, "the first checkpoint")
+    process.send_signal(number)
+    assert process.wait(PATIENCE) == code
+    log = (tmp_path / "log").read_text()
+    assert f"stopped by {number.name}; saved after step" in log and "Traceback" not in log
+    done = run_job("train", tmp_path, *TINY)
+    assert "going on from" in done.stdout
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+@pytest.mark.rehearsal
+def test_a_stop_signal_during_evaluation_does_not_wait_for_its_end(finished, tmp_path):
+    """The evaluation is made endless, so only a stop out of its middle can end the job."""
+    endless = (
+        "import runpy, sys, itertools; sys.argv = sys.argv[1:]; from datasets import cifar10; import datasets.sampler as s\n"
+    )
+    endless += "order = s.InOrder.__iter__; s.InOrder.__iter__ = lambda self: itertools.chain.from_iterable(order(self) for _ in itertools.count())\n"
+    endless += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    script = [sys.executable, "-c", endless, *command("train", *TINY, "--save_steps", 3, "--output_dir", tmp_path / "out")[1:]]
+    log = open(tmp_path / "log", "w")  # noqa: SIM115
+    process = Popen(script, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), stdout=log, stderr=log)
+    wait_for(saved(tmp_path, 192), process, "the checkpoint before the last step")
+    attempt = tmp_path / "out" / "checkpoints" / ".attempt"
+    wait_for(
+        lambda: (tmp_path / "log").read_text().count("step=") and attempt.read_bytes()[:8] == b"\xff" * 8, process, "evaluation"
+    )
+    process.terminate()
+    assert process.wait(PATIENCE) == 143
+    done = run_job("train", tmp_path, *TINY)
+    assert "going on from" in done.stdout
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(finished, again):
+    newest = again / "out" / "checkpoints" / "000000000512.pt"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    done = run_job("train", again, *TINY)
+    assert f"warning: checkpoint {newest} is damaged" in done.stdout and "000000000256.pt: epoch 2" in done.stdout
+    assert_same_bits(final_state(again), final_state(finished[0]))
+
+
+@pytest.mark.parametrize("gone, said", [
+    ("checkpoints/000000000512.json", ["warning: 000000000512.pt in {}/checkpoints has no manifest (000000000512.json), so it is no "
+                                       "checkpoint", "000000000256.pt: epoch 2"]),
+    ("checkpoints/*", ["warning: {} has weights (epoch_1.pth, epoch_2.pth) but no checkpoint: the run begins at its first step"]),
+])  # fmt: skip
+def test_what_a_run_does_not_go_on_from_is_said_in_the_first_lines(finished, again, gone, said):
+    for path in (again / "out").glob(gone):
+        path.unlink()
+    done = run_job("train", again, *TINY)
+    first = done.stdout.split("images_per_s")[0]
+    assert all(words.format(again / "out") in first for words in said), done.stdout
+    assert_same_bits(final_state(again), final_state(finished[0]))
+
+
+def test_max_steps_does_not_close_the_epoch(finished, tmp_path):
+    said = run_job("train", tmp_path, *TINY, "--max_steps", 3).stdout
+    assert (
+        "--max_steps 3 is reached, 0 of 2 epochs are done: the same command with more of them, or without it, goes on" in said
+    )
+    assert final_state(tmp_path)["position"]["consumed"] == 192
+    assert (
+        "the run has done 0 epochs, 3 steps; it goes on with more than --max_steps 3"
+        in run_job("train", tmp_path, *TINY, "--max_steps", 3).stdout
+    )
+    assert "is reached" not in run_job("train", tmp_path, *TINY).stdout
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+def test_a_profile_says_what_took_the_time_and_the_run_is_the_same(finished, tmp_path):
+    options = [*TINY, "--batch_size", 8, "--max_steps", 22, "--enable_gpu", "false"]
+    done = run_job("train", tmp_path, *options, "--profile", "true")
+    said = [line.split("profile: ", 1)[1] for line in done.stdout.splitlines() if line.startswith("profile: ")]
+    assert re.fullmatch(r"\d+% waiting for data, \d+% host, 0% device", said[1])
+    table = [line.split() for line in said[3:]]
+    assert len(table) == 10 and {"aten::convolution_backward", "aten::native_batch_norm"} <= {row[-1] for row in table}
+    shares = [float(row[0].rstrip("%")) for row in table]
+    assert shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100.5
+    with gzip.open(tmp_path / "out" / "trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    convolutions = [event for event in events if event.get("name") == "aten::convolution_backward"]
+    assert len(convolutions) == 10 * float(next(row[2] for row in table if row[-1] == "aten::convolution_backward"))
+    (tmp_path / "plain").mkdir()
+    run_job("train", tmp_path / "plain", *options)
+    assert_same_bits(final_state(tmp_path), final_state(tmp_path / "plain"))
+    assert not (tmp_path / "plain" / "out" / "trace.json.gz").exists()
+
+
+@pytest.mark.rehearsal
+def test_a_profile_of_a_run_that_is_too_short_says_so(tmp_path):
+    """And the process ends well: a recorder that is still at work would take it down."""
+    done = run_job(
+        "train", tmp_path, *TINY, "--batch_size", 8, "--max_steps", 15, "--profile", "true", launcher=[sys.executable]
+    )
+    assert "profile: the run ended after 15 steps, and a profile takes 20" in done.stdout and "done: " in done.stdout
+
+
+def test_max_hours_saves_and_exits_0(finished, tmp_path):
+    done = run_job("train", tmp_path, *TINY, "--max_hours", "1e-9")
+    assert "--max_hours 1e-09 is over; saved after step 1: start again to go on" in done.stdout
+    run_job("train", tmp_path, *TINY)
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+
+
+def test_a_loss_that_is_no_number_stops_and_enters_no_checkpoint(tmp_path):
+    done = run_job("train", tmp_path, *TINY, "--lr", "1e30", "--schedule", "constant", "--save_steps", 1, check=1)
+    line = done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert re.search(
+        r"error: (the loss is (nan|inf) at step \d+, sample ids \[\d+, .*\]|a weight is not a finite number after step \d+); ",
+        line,
+    ), line
+    assert "last checkpoint" in line or "no checkpoint yet" in line
+    assert done.stdout.splitlines()[-1].startswith(f"next: python {command('train')[1]} --custom_data true")
+    for path in (tmp_path / "out" / "checkpoints").glob("*.pt"):
+        assert all(torch.isfinite(tensor).all() for tensor in torch.load(path, weights_only=True)["model"].values())
+
+
+def test_two_deaths_in_the_same_step_are_reported_with_its_samples(tmp_path):
+    """A step that kills the process: the third start says which samples were in it."""
+    poison = "import os, runpy, sys; sys.argv = sys.argv[1:]; from common import run\n"
+    poison += "step = run.Run.step\n"
+    poison += "run.Run.step = lambda self, loss: os._exit(9) if self.total_steps == 5 else step(self, loss)\n"
+    poison += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    script = [sys.executable, "-c", poison, *command("train", *TINY, "--output_dir", tmp_path / "out")[1:]]
+    for _ in range(2):
+        done = run(script, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)))
+        assert done.returncode == 9 and "both died" not in done.stdout
+    done = run_job("train", tmp_path, *TINY)
+    ids = torch.from_numpy(__import__("numpy").random.default_rng(1).permutation(256)[64:128]).tolist()
+    assert f"both died in one step, in epoch 2 after 64 samples; its sample ids are {ids}" in done.stdout
+
+
+# --- Starting again in the same folder ---------------------------------------------------------------------------------
+
+
+def test_a_finished_run_says_so_and_more_epochs_go_on(again):
+    done = run_job("train", again, *TINY)
+    assert (
+        ": all 2 epochs are done, step 8\n" in done.stdout
+        and "nothing to do" in done.stdout
+        and "000000000512.pt" in done.stdout
+    )
+    done = run_job("train", again, *TINY, "--epochs", 3, "--lr", "0.05")
+    assert "warning: going on with other settings than before: epochs 2 -> 3, lr 0.1 -> 0.05" in done.stdout
+    assert "epoch=3/3 steps=12" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--width", "8"], ["model is ResNet of 176,402 parameters", "ResNet of 44,622 parameters"]),
+        (["--seed", "1"], ["seed is 1 here but 0 there"]),
+        (["--max_samples", "512"], ["data set is synthetic, 512 samples here but synthetic, 256 samples there"]),
+        (["--optimizer", "adam"], ["optimizer is Adam here but SGD there"]),
+        (["--resume", "never"], ["holds a run", "--overwrite true"]),
+        (["--resume", "/nowhere.pt"], ["--resume /nowhere.pt does not exist"]),
+        (["--resume", "nevr"], ["--resume nevr does not exist: give auto, never, or the path"]),
+    ],
+)
+def test_another_run_in_the_same_folder_is_refused(again, options, words):
+    if options[0] == "--resume" and options[1] != "never":
+        shutil.rmtree(again / "out")
+    done = run_job("train", again, *TINY, *options, check=2)
+    assert all(word in done.stderr for word in words) and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_overwrite_deletes_that_run_and_nothing_else(finished, again):
+    (again / "out" / "notes.txt").write_text("mine")
+    for name in ("trace.json.gz", "checkpoints/000000000768.pt.unfinished", "checkpoints/.attempt"):
+        (again / "out" / name).write_bytes(b"")
+    run_job("train", again, *TINY, "--resume", "never", "--overwrite", "true")
+    assert not (again / "out" / "trace.json.gz").exists() and len(list((again / "out" / "checkpoints").glob("[0-9]*"))) == 4
+    assert (again / "out" / "notes.txt").read_text() == "mine"
+    assert len(list((again / "out" / "tensorboard").iterdir())) == 1
+    assert_same_bits(final_state(again), final_state(finished[0]))
+
+
+def test_weights_alone_are_no_checkpoint_to_go_on_from(tmp_path, finished):
+    weights = finished[0] / "out" / "epoch_1.pth"
+    said = run_job("train", tmp_path, *TINY, "--resume", weights, check=2).stderr
+    assert f"--resume {weights} is no checkpoint: give a .pt file that has its .json next to it; with weights alone" in said
+
+
+def test_a_folder_that_a_running_job_uses_is_refused(tmp_path):
+    process = start(tmp_path, *TINY, "--epochs", 500, "--save_steps", 1)
+    wait_for(saved(tmp_path, 64), process, "the first checkpoint")
+    script = command("train", *TINY, "--output_dir", tmp_path / "out")[1:]
+    impatient = f"import runpy, sys; sys.argv = {script!r}; sys.path.insert(0, {str(ROOT)!r}); from common.checkpoints import run_folder; "
+    impatient += "run_folder.LOCK_SECONDS = 0.1; runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = run([sys.executable, "-c", impatient], cwd=tmp_path, env=environment())
+    assert done.returncode == 2, done.stderr
+    assert "is in use by another job that is still running" in done.stderr
+    process.kill()
+    process.wait()
+    run_job("train", tmp_path, *TINY, "--epochs", 1)
+
+
+def test_what_changes_the_training_without_a_part_of_its_own_is_listed():
+    before = {"lr_batch": 256, "freeze_epochs": 0, "sync_bn": False, "interpolation": "bilinear", "workers": 1}
+    after = {"lr_batch": 128, "freeze_epochs": 2, "sync_bn": True, "interpolation": "bicubic", "workers": 2}
+    listed = ["interpolation bilinear -> bicubic", "lr_batch 256 -> 128", "freeze_epochs 0 -> 2", "sync_bn False -> True"]
+    assert first_lines.changes(before, after) == listed
+
+
+def test_a_run_can_begin_from_the_checkpoint_of_another_folder(finished, tmp_path):
+    done = run_job("train", tmp_path, *TINY, "--resume", finished[0] / "out" / "checkpoints" / "000000000256.pt")
+    assert "000000000256.pt: epoch 2, after 0" in done.stdout
+    assert_same_bits(final_state(tmp_path), final_state(finished[0]))
+    path = finished[0] / "out" / "checkpoints" / "000000000256.pt"
+    done = run_job("train", tmp_path, *TINY, "--resume", path, "--epochs", 3)
+    assert f"already went on from --resume {path}" in done.stdout and "000000000512.pt: epoch 3" in done.stdout
+    (tmp_path / "other").mkdir()
+    run_job("train", tmp_path / "other", *TINY, "--max_steps", 1)
+    done = run_job("train", tmp_path / "other", *TINY, "--resume", path, check=2)
+    assert "holds another run than --resume" in done.stderr
+
+
+# --- Refused before anything is spent ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, env, words",
+    [
+        (["--init_method", "tcp://10.0.0.1:6666", "--rank", "0", "--world_size", "2"], {}, ["2 nodes", "train_ddp.py"]),
+        ([], {"MA_NUM_HOSTS": "2", "VC_TASK_INDEX": "0", "VC_WORKER_HOSTS": "a,b"}, ["2 nodes", "train_ddp.py"]),
+        (
+            ["--enable_gpu", "true"],
+            {"CUDA_VISIBLE_DEVICES": ""},
+            ["--enable_gpu true", "torch sees no GPU", torch.__version__, "--enable_gpu false"],
+        ),
+        (
+            [],
+            {"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "8", "CUDA_VISIBLE_DEVICES": ""},
+            ["the platform reports 8 GPUs", "torch sees no GPU"],
+        ),
+        (["--batch_size", "512"], {}, ["256 samples are fewer than one global batch of 512"]),
+        (["--output_dir", "/proc/none"], {}, ["cannot write to /proc/none"]),
+        (["--output_dir", "/etc/hostname/run"], {}, ["cannot write to /etc/hostname/run: /etc/hostname is no folder"]),
+        (
+            ["--output_dir", "/proc/none", "--custom_data", "false", "--data_url", "/nowhere"],
+            {},
+            ["cannot write to /proc/none"],
+        ),
+        (["--custom_data", "false", "--data_url", "/no/such"], {}, ["--data_url /no/such does not exist"]),
+        (["--ephocs", "3"], {}, ["unknown option --ephocs: did you mean --epochs?"]),
+        (
+            [],
+            {"CLUSTER_SPEC": '{"cluster": []}'},
+            ["the environment looks like that of vertex", "do not have the documented form"],
+        ),
+        ([], {"SM_HOSTS": "3", "SM_CURRENT_HOST": "algo-1"}, ["the environment looks like that of sagemaker"]),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(tmp_path, options, env, words):
+    done = run_forked(command("train", *TINY, "--output_dir", tmp_path / "out", *options)[1:], tmp_path, env, check=2)
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.mark.parametrize("wrapped, idle", [(False, True), (True, False)])
+def test_a_one_device_job_says_how_many_gpus_are_idle(tmp_path, monkeypatch, wrapped, idle):
+    """Eight GPUs are faked; DataParallel uses them all."""
+    args = arguments.parse(cifar10.parser(""), ["--output_dir", str(tmp_path)], {})
+    model = torch.nn.Linear(1, 1)
+    run = Run(args, EpochSampler(8, 1, seed=0), torch.nn.DataParallel(model) if wrapped else model)
+    run.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "fake")
+    said = list(first_lines.of_run(run, None, None))
+    assert said[0].startswith(f"{args.job}: anyrank {VERSION}, cuda:0 (fake)")
+    assert any("7 of 8 GPUs are idle: train_ddp.py" in line for line in said) == idle
+
+
+def test_one_platform_node_trains_although_the_platform_injects_its_arguments(tmp_path):
+    options = ["--init_method", "tcp://127.0.0.1:6666", "--rank", "0", "--world_size", "1", "--task_index=0"]
+    assert "platform modelarts" in run_job("train", tmp_path, *TINY, *options).stdout
+
+
+PLAIN = "plain_ddp"  # has nothing of ours: tests/jobs/test_plain_ddp.py
+
+
+@pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.rehearsal)])
+@pytest.mark.parametrize(
+    "job", slow_ones_marked(sorted(path.stem for path in (ROOT / "jobs").glob("*.py") if path.stem != PLAIN))
+)
+def test_every_job_from_an_unrelated_folder_beside_an_installed_package_called_datasets(tmp_path, job, launcher):
+    """The decoy is on the module search path, as an installed Hugging Face `datasets` would be."""
+    decoy = tmp_path / "site" / "datasets"
+    decoy.mkdir(parents=True)
+    (decoy / "__init__.py").write_text("raise SystemExit('the decoy was imported')")
+    words = [] if launcher == "python" else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    env = {"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path)}
+    done = run_job(job, tmp_path, *TINY, *SMALLER.get(job, []), "--max_steps", 1, env=env, launcher=words)
+    assert "done: " in done.stdout
+    assert any((tmp_path / "out").glob(LEAVES.get(job, "checkpoints/*")))
