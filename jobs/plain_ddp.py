@@ -4,9 +4,8 @@
     torchrun --nproc_per_node 8 jobs/plain_ddp.py --data_url /data/cifar10        a folder that holds CIFAR-10's, or its archive
     python -m launch blocks revert jobs/plain_ddp.py -o one.py                    the job of one device
 
-A restart goes on after the last whole epoch. Beyond that, the other jobs go on within an epoch, with the same bits, and save
-when they are stopped; they name a process that failed or hangs, read and write buckets, and leave curves and a report; and
-they know more platforms than those that count nodes, by --init_method, --rank and --world_size or variables of these names.
+A restart goes on after the last whole epoch. The other jobs go on within one, to the same bits, and save when they are stopped;
+they name who failed or hangs, use buckets, leave curves and a report, and know platforms that do not count nodes by --rank.
 """
 
 import argparse
@@ -41,6 +40,7 @@ def main():
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *map(str, words)])
     ### end DDP ###
     ### DDP: below, all processes run the same lines; they meet here, and each takes a GPU of its own ###
+    __import__("torch.distributed.nn.functional")  # DDP imports it: after the meeting, it would keep the group beyond its end
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

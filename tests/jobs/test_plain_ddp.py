@@ -180,3 +180,26 @@ def test_killed_after_an_epoch_it_goes_on_with_four_processes(empty, launcher):
     printed = finish("out", done + 2)
     assert f"{done} of {done + 2} epochs are done" in printed and printed.count("first_loss") == 2
     assert int(torch.load(empty / "out" / "made_up.pth", weights_only=True)["epochs_done"]) == done + 2
+
+
+AT_THE_MEETING = """
+import runpy, sys
+from torch import distributed
+meet = distributed.init_process_group
+def init_process_group(*words):
+    print("functions:", "torch.distributed.nn.functional" in sys.modules)
+    meet(*words)
+distributed.init_process_group = init_process_group
+runpy.run_path("plain_ddp.py", run_name="__main__")
+"""
+
+
+def test_the_module_that_would_keep_the_group_is_there_before_it(empty):
+    """DDP imports it, and its functions' default arguments are the group of that moment, which then never ends."""
+    (empty / "meets.py").write_text(AT_THE_MEETING)
+    one = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = [sys.executable, "meets.py", "--custom_data", "true", "--epochs", "1", "--output_dir", "out"]
+    done = subprocess.run(
+        words, cwd=empty, env={**environment(**one), "PYTHONPATH": ""}, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert "functions: True\n" in done.stdout and done.returncode == 0, done.stderr
