@@ -82,11 +82,18 @@ def once_per_node(path: str, work: Callable[[Lease], object], what: str = "") ->
 @contextlib.contextmanager
 def locked(path: str, refusal: str) -> Iterator[None]:
     """Hold the lock of `path` during the block; raise a UserError with the text `refusal` if another process holds it."""
-    file = _lockable(path)
-    try:
-        if not _take_after_lookers(file):
+    with if_free(path) as is_held:
+        if not is_held:
             raise UserError(refusal)
         yield
+
+
+@contextlib.contextmanager
+def if_free(path: str) -> Iterator[bool]:
+    """Hold the lock of `path` during the block, which is given True; or False, if another process holds it."""
+    file = _lockable(path)
+    try:
+        yield _take_after_lookers(file)
     finally:
         os.close(file)
 

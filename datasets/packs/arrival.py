@@ -1,6 +1,6 @@
 """Find the packs of a job, and read one from a bucket while it arrives: a reader looks at one byte before it reads a sample.
 
-begin() starts the process that fetches (fetcher.py). Order, crops and labels come from the index and the sampler alone, so a
+begin() starts the process that fetches (process.py). Order, crops and labels come from the index and the sampler alone, so a
 pack that arrives delays a step and changes none.
 """
 
@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, Callable, Optional, TextIO
 
 import numpy as np
 
@@ -27,8 +27,20 @@ from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB, contents
 from common.machine.child import START_SECONDS, start_python
 from common.storage import once
-from datasets.packs import fetcher, packed
-from datasets.packs.fetcher import State
+from datasets.packs import packed, process, shards
+from datasets.packs.process import GAP_SECONDS
+from datasets.packs.state import (
+    ABSENT,
+    ARRIVED,
+    IN_ITS_SHARD,
+    NOW,
+    PASSES,
+    UNREAD_SECONDS,
+    State,
+    lease,
+    passing_folder,
+    state_path,
+)  # fmt: skip
 from datasets.photos import splits
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.02  # seconds between two looks
@@ -45,7 +57,7 @@ class Unshared(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """What a reader knows of a pack that arrives. It can be pickled: each process opens the shared memory for itself."""
+    """A reader's side of a pack that arrives: it asks for samples, and waits for them. Each process can have a copy."""
 
     url: str
     folder: str
@@ -54,7 +66,7 @@ class Arrival:
     since: float  # when the job began to read, by time.monotonic()
 
     def announced(self, batches: Iterable[np.ndarray], number: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield the batches, each some batches after its samples were wanted. `number`: of a sample in the pack."""
+        """Yield the batches; the samples of each are asked for some batches ahead. `number`: of a sample in the pack."""
         ahead: collections.deque = collections.deque()
         for batch in batches:
             self.want(number[batch])
@@ -64,78 +76,107 @@ class Arrival:
         yield from ahead
 
     def want(self, numbers: np.ndarray) -> None:
-        state = _opened(self.path, self.samples)
-        before = state.wanted[numbers]
-        old = (before != fetcher.NOW) & (before < time.monotonic_ns() - fetcher.UNREAD_SECONDS // 2 * 10**9)  # or not at all
-        missing = numbers[(state.there[numbers] != fetcher.IN_ITS_SHARD) & old]
+        """Ask for samples that will be read soon, but for those that were asked for lately."""
+        state = _mapped(self.path, self.samples)
+        since = state.wanted[numbers]
+        half_forgotten = time.monotonic_ns() - UNREAD_SECONDS // 2 * 10**9
+        is_to_be_asked = (since != NOW) & (since < half_forgotten) & (state.place[numbers] != IN_ITS_SHARD)
+        missing = numbers[is_to_be_asked]
         if len(missing):
             state.wanted[missing] = time.monotonic_ns()
             state.ring()
 
     def wait(self, number: int) -> Optional[bytes]:
         """Return when the sample is there: its bytes, if it passes through. UserError or TrainingFailed if it does not come."""
-        state, gone = _opened(self.path, self.samples), 0.0
+        state = _mapped(self.path, self.samples)
+        without_file = 0.0  # seconds in a row, of pauses
         while True:
-            where = state.there[number]
-            if where == fetcher.IN_ITS_SHARD:
+            place = state.place[number]
+            if place == IN_ITS_SHARD:
                 return None
-            if where != fetcher.IN_ITS_FILE:
-                gone = 0.0
-                self._wait(number, state)
+            if place in (ABSENT, PASSES):
+                without_file = 0.0
+                self._wait_for_place(number, state)
                 continue
-            with contextlib.suppress(FileNotFoundError):  # it was deleted just now
-                content = contents(os.path.join(fetcher.passing(self.path), str(number)))
+            with contextlib.suppress(FileNotFoundError):  # the fetcher has deleted it just now
+                content = contents(os.path.join(passing_folder(self.path), str(number)))
                 state.wanted[number] = 0
                 return content
-            if gone > GONE_SECONDS:
-                raise TrainingFailed(f"samples in {fetcher.passing(self.path)} are gone: start again to go on")
-            gone += FIRST_PAUSE
+            if without_file > GONE_SECONDS:
+                raise TrainingFailed(f"samples in {passing_folder(self.path)} are gone: start again to go on")
+            without_file += FIRST_PAUSE
             time.sleep(FIRST_PAUSE)
 
-    def _wait(self, number, state):
-        state.wanted[number] = fetcher.NOW
+    def _wait_for_place(self, number: int, state: State) -> None:
+        """Wait until the sample has a place. A wait that a user could notice is reported as one for the store."""
+        state.wanted[number] = NOW
         state.ring()
-        wait, began, pause = heartbeat.of_this_process().store, time.monotonic(), FIRST_PAUSE
-        since, before, looked, failing = began, began, 0.0, False
+        store = heartbeat.of_this_process().store
+        fetcher = _FetcherWatch(self, state)
+        began = time.monotonic()
+        looked = 0.0
+        pause = FIRST_PAUSE
         try:
-            while state.there[number] in (fetcher.ABSENT, fetcher.PASSES):
+            while state.place[number] in (ABSENT, PASSES):
                 time.sleep(pause)
-                pause, now = min(LONGEST_PAUSE, 1.5 * pause), time.monotonic()
-                since, before = now if now - before > fetcher.GAP_SECONDS else since, now  # all processes were stopped
+                pause = min(LONGEST_PAUSE, 1.5 * pause)
+                fetcher.note_pause()
+                now = time.monotonic()
                 if now - began > NOTED:
-                    wait.report_begin(self.url, began, max(state.alive(), self.since) + patience.limit())
+                    store.report_begin(self.url, began, max(state.pulse, self.since) + patience.limit())
                 if now - looked > LOOKS_AT_FETCHER:
                     looked = now
-                    failing = self._look_at_others(state, since, failing)
-                    state.wanted[number] = fetcher.NOW  # another rank, which has begun anew, may have deleted the mark
+                    fetcher.require_alive()
+                    state.wanted[number] = NOW  # another rank, which has begun anew, may have deleted the mark
                     state.ring()
         finally:
-            wait.report_end(self.url)
-
-    def _look_at_others(self, state, since, failing):
-        """Raise an error if there is nothing to wait for. Return whether the fetcher has failed; after the second look in a row
-        it is raised, as the process of another job may be about to go on."""
-        rank = multiprocessing.parent_process()
-        if rank and not rank.is_alive():
-            raise TrainingFailed(f"the rank of loader process {os.getpid()} has ended")
-        free = once.is_free(fetcher.lease(self.path))
-        error = state.failure(self.since)
-        if error and free and failing:
-            raise error
-        alive = state.alive()
-        silent = time.monotonic() - max(alive, since)
-        if silent > (LOST_SECONDS if alive > self.since else START_SECONDS):
-            what = "has ended" if free else f"has shown no sign of life for {silent:.0f} s"
-            raise TrainingFailed(f"the process that fetches {one_line(self.url)} {what}: start again to go on")
-        return bool(error and free)
+            store.report_end(self.url)
 
     def growing(self, shard: dict) -> str:
         """Return the path of a shard's file until it is whole."""
-        return fetcher.growing(self.folder, shard["name"], shard["sha256"])
+        return shards.growing(self.folder, shard["name"], shard["sha256"])
+
+
+class _FetcherWatch:
+    """What a waiting reader sees of the process that fetches."""
+
+    def __init__(self, arrival: Arrival, state: State) -> None:
+        self._arrival = arrival
+        self._state = state
+        self._since = time.monotonic()  # since when this process could have seen a sign of life
+        self._noted = self._since  # when note_pause() was last called
+        self._had_failed = False
+
+    def note_pause(self) -> None:
+        """Call this after each short pause: if it was long, this process was stopped, and the fetcher perhaps, too."""
+        now = time.monotonic()
+        if now - self._noted > GAP_SECONDS:
+            self._since = now
+        self._noted = now
+
+    def require_alive(self) -> None:
+        """Raise an error if there is nothing to wait for.
+
+        The fetcher's own error is raised at the second look in a row, as the process of another job may be about to go on.
+        """
+        rank = multiprocessing.parent_process()
+        if rank and not rank.is_alive():
+            raise TrainingFailed(f"the rank of loader process {os.getpid()} has ended")
+        nobody_fetches = once.is_free(lease(self._arrival.path))
+        error = self._state.failure(self._arrival.since)
+        has_failed = error is not None and nobody_fetches
+        if error and has_failed and self._had_failed:
+            raise error
+        self._had_failed = has_failed
+        has_begun = self._state.pulse > self._arrival.since
+        silent = time.monotonic() - max(self._state.pulse, self._since)
+        if silent > (LOST_SECONDS if has_begun else START_SECONDS):
+            what = "has ended" if nobody_fetches else f"has shown no sign of life for {silent:.0f} s"
+            raise TrainingFailed(f"the process that fetches {one_line(self._arrival.url)} {what}: start again to go on")
 
 
 @functools.lru_cache(8)
-def _opened(path, samples):
+def _mapped(path: str, samples: int) -> State:
     return State(path, samples)
 
 
@@ -152,7 +193,7 @@ def find(args: argparse.Namespace) -> list[packed.Packed]:
                 raise UserError(f"{error}, which --data_backend packed-remote needs: give --data_backend packed") from None
             progress.warn(f"{error}: the whole pack is fetched first")
     if is_bucket(url):
-        fetcher.drop_unfinished(local_folder(url, inputs))
+        shards.drop_unfinished(local_folder(url, inputs))
     root = storage.fetch(url, inputs=inputs)
     found = [packed.load(root, split) for split in splits.needed(args.evaluate, packed.index_path(root, splits.SPLITS[0]))]
     for part in found if is_address(url) else ():
@@ -165,67 +206,81 @@ def begin(url: str, names: Sequence[str], inputs: str, starts: bool, keeps: bool
 
     `starts`: start a process that fetches them; `keeps`: on the disk, as far as it has room.
     """
-    folder, since = local_folder(url, inputs if keeps else os.path.join(inputs, "passing")), time.monotonic()
-    with _fetching(url, folder) if starts else contextlib.nullcontext() as fetch:
+    folder = local_folder(url, inputs if keeps else os.path.join(inputs, "passing"))
+    since = time.monotonic()
+    with _fetching(url, folder) if starts else contextlib.nullcontext() as note_for_fetcher:
         indexes = [packed.local_index(url, split, inputs) for split in names]
         parts = [packed.read_index(path, folder, split) for path, split in zip(indexes, names)]
         for part in parts:
             packed.refuse_folders(part)
-        ends = np.cumsum([len(part) for part in parts]).tolist()
-        path = os.path.abspath(fetcher.state_path(folder, indexes))
-        try:
-            once.once_per_node(path, lambda _: State.make(path, ends[-1]))
-            state = State(path, ends[-1])
-        except OSError as error:
-            raise Unshared(f"{inputs} has no memory that processes can share ({one_line(error)})") from None
+        samples = sum(map(len, parts))
+        path = os.path.abspath(state_path(folder, indexes))
+        state = _shared_state(path, samples, inputs)
         packed.forget_open_files()
-        if fetch:
-            once_more = iter([True])
-            with once.when_free(fetcher.lease(path), lambda: next(once_more, False)) as free:
-                if free:  # what is marked there is of an earlier start
-                    state.forget()
-                    state.wanted[:] = 0
-            fetch(path, ends[-1], keeps, *indexes)
-            moments.listen(_Came(state))
-    arrives = Arrival(url, folder, path, ends[-1], since)
-    numbers = [part.number + end - len(part) for part, end in zip(parts, ends)]
-    return [dataclasses.replace(part, arrival=arrives, number=number) for part, number in zip(parts, numbers)]
+        if note_for_fetcher:
+            _forget_earlier_start(path, state)
+            note_for_fetcher(path, samples, keeps, *indexes)
+            moments.listen(_Arrived(state))
+    arrives = Arrival(url, folder, path, samples, since)
+    first_numbers = np.cumsum([0, *map(len, parts)]).tolist()
+    return [dataclasses.replace(part, arrival=arrives, number=part.number + first) for part, first in zip(parts, first_numbers)]
+
+
+def _shared_state(path: str, samples: int, inputs: str) -> State:
+    try:
+        once.once_per_node(path, lambda _: State.make(path, samples))
+        return State(path, samples)
+    except OSError as error:
+        raise Unshared(f"{inputs} has no memory that processes can share ({one_line(error)})") from None
+
+
+def _forget_earlier_start(path: str, state: State) -> None:
+    """Delete what an earlier start has marked, unless a process fetches and the marks are its own."""
+    with once.if_free(lease(path)) as nobody_fetches:
+        if nobody_fetches:
+            state.forget()
+            state.wanted[:] = 0
 
 
 @contextlib.contextmanager
-def _fetching(url, folder):
-    """Start a process that fetches once it was told what; not told, it ends with this context."""
+def _fetching(url: str, folder: str) -> Iterator[Callable[..., object]]:
+    """Start a process that fetches, and yield a function that notes what it shall fetch.
+
+    The note is sent when the context ends; if there is none, the process ends then.
+    """
     words = [str(os.getpid()), os.environ.get(heartbeat.PARENT, str(os.getpid())), url, folder]
     pipe = subprocess.PIPE
-    child = start_python(fetcher.__name__, *words, env=_without_pulse(), stdin=pipe, stdout=pipe, text=True)
+    child = start_python(process.__name__, *words, env=_without_pulse(), stdin=pipe, stdout=pipe, text=True)
     threading.Thread(target=_repeat, args=(child.stdout,), name="what the fetcher says", daemon=True).start()
-    told: Any = child.stdin
+    note: Any = child.stdin
     try:
-        yield lambda *what: told.write(json.dumps(what) + "\n")
+        yield lambda *what: note.write(json.dumps(what) + "\n")
     finally:
         with contextlib.suppress(BrokenPipeError):  # it has ended, which readers notice
-            told.close()
+            note.close()
 
 
-class _Came:
+class _Arrived:
     """Adds to the rows of speed.jsonl how many bytes have come since the last one, and how many were on the disk already."""
 
     def __init__(self, state: State) -> None:
-        self._state, self._told = state, state.came.copy()  # not what has come before this start
+        self._state = state
+        self._counted = state.arrived.copy()  # not what has come before this start
 
-    def row(self, row: dict) -> None:
-        now = self._state.came.copy()
-        if (now < self._told).any():  # another process fetches now, and counts anew
-            self._told = now
-        row.update((name, round(size / MIB, 3)) for name, size in zip(fetcher.CAME, (now - self._told).tolist()))
-        self._told = now
+    def row(self, row: dict[str, Any]) -> None:
+        arrived = self._state.arrived.copy()
+        if (arrived < self._counted).any():  # another process fetches now, and counts anew
+            self._counted = arrived
+        new = arrived - self._counted
+        row.update((name, round(size / MIB, 3)) for name, size in zip(ARRIVED, new.tolist()))
+        self._counted = arrived
 
 
-def _repeat(lines):
+def _repeat(lines: TextIO) -> None:
     for line in lines:
         progress.say(line.rstrip("\n"))
 
 
-def _without_pulse():
+def _without_pulse() -> dict[str, str]:
     """Return the environment without the names of this rank's files, so that the fetcher's waits are not taken for its own."""
     return {name: value for name, value in os.environ.items() if name not in (heartbeat.FILES, heartbeat.PARENT)}

@@ -18,7 +18,7 @@ import re
 import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable, ClassVar, Optional
+from typing import Any, Callable, ClassVar, Optional, Protocol
 
 import numpy as np
 
@@ -41,8 +41,20 @@ PER_SAMPLE = {
 STORED = {"stored_widths": np.int32, "stored_heights": np.int32}  # in format 2; in format 1 they equal widths and heights
 
 
+class Arriving(Protocol):
+    """What a pack needs of what it knows while its shards come from a bucket (arrival.Arrival)."""
+
+    def announced(self, batches: Iterable[np.ndarray], number: np.ndarray) -> Iterator[np.ndarray]: ...
+
+    def wait(self, number: int) -> Optional[bytes]: ...
+
+    def growing(self, shard: dict[str, Any]) -> str: ...
+
+
 @dataclasses.dataclass
 class Packed(tree.Tree):
+    """A split of a pack: where each sample is in the shards, and how it is read."""
+
     in_files: ClassVar[bool] = False
 
     shard: np.ndarray  # index in `shards` of a sample's shard
@@ -55,7 +67,7 @@ class Packed(tree.Tree):
     stored_widths: np.ndarray  # of the pictures in the pack; 0 for one that could not be decoded
     stored_heights: np.ndarray
     number: np.ndarray  # of a sample in the pack
-    arrival: Any  # datasets.packs.arrival.Arrival while the shards come from a bucket, else None
+    arrival: Optional[Arriving]  # while the shards come from a bucket
 
     def crc(self, number: int) -> int:
         return int(self.checksum[number])
@@ -66,12 +78,12 @@ class Packed(tree.Tree):
             known.pop("bytes", None)  # they are not those of the files
         return known
 
-    def place(self, number: int) -> str:
+    def shard_path(self, number: int) -> str:
         """Return the path of the shard that holds a sample."""
         return os.path.join(self.folder, self.shards[self.shard[number]]["name"])
 
     def path(self, number: int) -> str:
-        return f"{self.place(number)}:{self.names[number]}"
+        return f"{self.shard_path(number)}:{self.names[number]}"
 
     def stored(self, number: int) -> tuple[int, int]:
         return int(self.stored_heights[number]), int(self.stored_widths[number])
@@ -84,14 +96,15 @@ class Packed(tree.Tree):
 
     def _part(self, number: int) -> Callable[[int, int], bytes]:
         """Return read(begin, length) of a sample's shard for parts of the sample, once it is there."""
-        place, growing = self.place(number), None
+        path = self.shard_path(number)
+        growing = None  # the path until the shard is whole
         if self.arrival:
-            content = self.arrival.wait(int(self.number[number]))
-            if content is not None:
+            passed_through = self.arrival.wait(int(self.number[number]))
+            if passed_through is not None:
                 first = int(self.offset[number])
-                return lambda begin, length: content[begin - first :][:length]
+                return lambda begin, length: passed_through[begin - first :][:length]
             growing = self.arrival.growing(self.shards[self.shard[number]])
-        return lambda begin, length: _from_file(place, begin, length, growing)
+        return lambda begin, length: _from_file(path, begin, length, growing)
 
     def read(self, number: int) -> bytes:
         """Return the bytes of a sample; OSError if they do not match its checksum."""
@@ -113,15 +126,16 @@ class Packed(tree.Tree):
         read = self._part(number)
         return decode.Pixels(height, width, lambda at, length: read(begin + at, length))
 
-    def find_damage(self, number: int) -> Optional[str]:
-        """Return a text that names shard `number` and up to five of its damaged samples; None if nothing in it is damaged."""
-        shard = self.shards[number]
+    def find_damage(self, shard_number: int) -> Optional[str]:
+        """Return a text that names the shard and up to five of its damaged samples; None if nothing in it is damaged."""
+        shard = self.shards[shard_number]
         path = os.path.join(self.folder, shard["name"])
-        digest, damaged = hashlib.sha256(), []
+        digest = hashlib.sha256()
+        damaged = []
         with contextlib.suppress(OSError), open(path, "rb") as file:  # a file that cannot be read has another digest
             while content := file.read(1 << 20):
                 digest.update(content)
-        for sample in np.flatnonzero(self.shard == number).tolist():
+        for sample in np.flatnonzero(self.shard == shard_number).tolist():
             try:
                 self.read(sample)
             except OSError:
@@ -160,27 +174,31 @@ def verify_once(files: Packed) -> None:
     """Raise a UserError if a shard of raw pixels differs from its SHA-256. Shards are read once per node and after a change."""
     if files.form != "raw":
         return
-    path = os.path.join(index.notes(files.folder), f"{files.shards[0]['name']}.verified.json")
+    note = os.path.join(index.notes(files.folder), f"{files.shards[0]['name']}.verified.json")
 
-    def work(held):
-        if read_note(path) == _state(files):
+    def verify(lease: once.Lease) -> None:
+        if read_note(note) == _identities(files):
             return
-        sizes = sum(shard["size"] for shard in files.shards)
-        with ThreadPoolExecutor(8) as pool, Progress("verifying shards", len(files.shards), "shards", sizes, held.tell) as done:
-            paths = [os.path.join(files.folder, shard["name"]) for shard in files.shards]
-            for shard, place, digest in zip(files.shards, paths, pool.map(sha256, paths)):
-                if digest != shard["sha256"]:
-                    raise UserError(
-                        f"{one_line(place)} is not the shard that the index names, though of its size: publish the pack again"
-                    )
-                done.add(1, shard["size"])
-        with naming_what_is_in_the_way(path):
-            write_atomically(path, json.dumps(_state(files)).encode())
+        _verify(files, lease)
+        with naming_what_is_in_the_way(note):
+            write_atomically(note, json.dumps(_identities(files)).encode())
 
-    once.once_per_node(path, work)
+    once.once_per_node(note, verify)
 
 
-def _state(files: Packed) -> dict[str, list]:
+def _verify(files: Packed, lease: once.Lease) -> None:
+    size = sum(shard["size"] for shard in files.shards)
+    paths = [os.path.join(files.folder, shard["name"]) for shard in files.shards]
+    with ThreadPoolExecutor(8) as pool, Progress("verifying shards", len(paths), "shards", size, lease.tell) as progress:
+        for shard, path, digest in zip(files.shards, paths, pool.map(sha256, paths)):
+            if digest != shard["sha256"]:
+                raise UserError(
+                    f"{one_line(path)} is not the shard that the index names, though of its size: publish the pack again"
+                )
+            progress.add(1, shard["size"])
+
+
+def _identities(files: Packed) -> dict[str, list]:
     """Return, for each shard, its SHA-256 in the index and its file's size and time, by which a later call sees a change."""
     known = {}
     for shard in files.shards:
@@ -200,8 +218,8 @@ def refuse_folders(files: Packed) -> None:
 # --- The bytes of a sample ---------------------------------------------------------------------------------------------
 
 
-def _from_file(path, begin, length, growing=None):
-    """Read a part of a file with pread, which does not move the file position that threads and forked workers share."""
+def _from_file(path: str, begin: int, length: int, growing: Optional[str] = None) -> bytes:
+    """Read a part of a shard with pread, which does not move the file position that threads and forked workers share."""
     shard = _opened(path, growing)  # this reference keeps the file open if the cache drops it meanwhile
     try:
         return os.pread(shard.fileno(), length, begin)
@@ -211,14 +229,14 @@ def _from_file(path, begin, length, growing=None):
 
 
 @functools.lru_cache(OPEN_SHARDS)
-def _opened(path, growing):
+def _opened(path: str, growing: Optional[str]) -> io.FileIO:
     """Open a shard's file or, until that is whole, the one from which it grows; a rename does not concern open files."""
-    for one in (path, growing, path) if growing else ():
+    if growing is None:
+        return open(path, "rb", buffering=0)
+    for place in (path, growing, path):  # the last time, for one that was renamed between the first two
         with contextlib.suppress(FileNotFoundError):
-            return open(one, "rb", buffering=0)
-    if growing:
-        raise TrainingFailed(f"{one_line(path)} is gone: start again to go on")
-    return open(path, "rb", buffering=0)
+            return open(place, "rb", buffering=0)
+    raise TrainingFailed(f"{one_line(path)} is gone: start again to go on")
 
 
 def forget_open_files() -> None:
@@ -238,17 +256,18 @@ def has_index(url: str, split: str, inputs: str) -> bool:
     return _fetch_index(url, split, inputs) is not None
 
 
-def _fetch_index(url, split, inputs):
+def _fetch_index(url: str, split: str, inputs: str) -> Optional[str]:
     """Fetch the index of a split from a bucket and return its local path, or None if the bucket has none."""
     address = index_path(url, split)
-    there = bucket.Bucket(address)
-    if not any(item.key == there.prefix for item in there.items(there.prefix)):
+    objects = bucket.Bucket(address)
+    if not any(item.key == objects.prefix for item in objects.items(objects.prefix)):
         return None
     # Not into the folder to which the whole pack would be fetched: there the index is one of its files.
-    return index_path(storage.fetch(address, local_folder(os.path.join(url, split), os.path.join(inputs, "index"))), split)
+    folder = local_folder(os.path.join(url, split), os.path.join(inputs, "index"))
+    return index_path(storage.fetch(address, folder), split)
 
 
-def _kinds(form):
+def _kinds(form: str) -> dict[str, type]:
     """Return {name of an array: its dtype} for the index of a pack in this form."""
     return PER_SAMPLE if FORMATS[form] == 1 else {**PER_SAMPLE, **STORED}
 
@@ -268,7 +287,7 @@ def write_index(folder: str, split: str, files: tree.Tree, about: dict[str, Any]
 
 
 def read_index(path: str, folder: str, split: str) -> Packed:
-    """Check and return the index at `path` of the shards in `folder`; UserError if it is damaged or of an unknown format."""
+    """Return the samples that the index at `path` lists, in the shards of `folder`; UserError if it is damaged or unknown."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
@@ -289,23 +308,32 @@ def read_index(path: str, folder: str, split: str) -> Packed:
     return Packed(folder, names=names, **words, **arrays, number=np.arange(len(names)), arrival=None)
 
 
-def _check(about, names, arrays):
+def _check(about: dict[str, Any], names: list[str], arrays: dict[str, np.ndarray]) -> None:
     """Raise a ValueError if the index contradicts itself, or leads out of the folder or out of a shard."""
     for shard in about["shards"]:
-        if not re.fullmatch(r"[^./][^/]*\.tar", shard["name"]) or not is_fetchable_name(shard["name"]):
-            raise ValueError(f"{shard['name'][:80]!r} is not the name of a shard")
-        sized = type(shard["size"]) is int and 0 < shard["size"] < 1 << 62
-        if not sized or not re.fullmatch(r"[0-9a-f]{64}", shard["sha256"]):
-            raise ValueError(f"it has no size or no SHA-256 of {shard['name']}")
-    lists = [about["classes"], *about["left_out"].values()]
-    if not all(isinstance(words, list) and words and all(isinstance(word, str) for word in words) for words in lists):
-        raise ValueError("a list of names is empty or has something else in it")
+        _check_shard(shard)
+    for words in (about["classes"], *about["left_out"].values()):
+        if not (isinstance(words, list) and words and all(isinstance(word, str) for word in words)):
+            raise ValueError("a list of names is empty or has something else in it")
+    _check_arrays(about, len(names), arrays)
+
+
+def _check_shard(shard: dict[str, Any]) -> None:
+    if not re.fullmatch(r"[^./][^/]*\.tar", shard["name"]) or not is_fetchable_name(shard["name"]):
+        raise ValueError(f"{shard['name'][:80]!r} is not the name of a shard")
+    has_size = type(shard["size"]) is int and 0 < shard["size"] < 1 << 62
+    if not has_size or not re.fullmatch(r"[0-9a-f]{64}", shard["sha256"]):
+        raise ValueError(f"it has no size or no SHA-256 of {shard['name']}")
+
+
+def _check_arrays(about: dict[str, Any], samples: int, arrays: dict[str, np.ndarray]) -> None:
     for name, array in arrays.items():
         kind = np.dtype(_kinds(about["form"])[name])
-        if array.dtype != kind or array.shape != (len(names),):
-            raise ValueError(f"its {name} are {array.dtype} {array.shape}, not {kind} ({len(names)},)")
+        if array.dtype != kind or array.shape != (samples,):
+            raise ValueError(f"its {name} are {array.dtype} {array.shape}, not {kind} ({samples},)")
     for name, array in arrays.items():
-        if array.dtype.kind == "i" and array.min() < (name in ("widths", "heights", "length")):
+        least = 1 if name in ("widths", "heights", "length") else 0
+        if array.dtype.kind == "i" and array.min() < least:
             raise ValueError(f"one of its {name} is {array.min()}")
     for name, count in (("labels", len(about["classes"])), ("shard", len(about["shards"]))):
         if arrays[name].max() >= count:

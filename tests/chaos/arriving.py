@@ -26,7 +26,9 @@ import numpy as np
 
 from common.address import local_folder
 from common.storage import listing
-from datasets.packs import fetcher, packed
+from datasets.packs import packed, passing
+from datasets.packs.shards import growing as path_until_whole
+from datasets.packs.state import ARRIVED, ON_DISK
 from launch.pack import command as pack
 from tests.benchmarks.arriving import fill
 from tests.tools.faultproxy import FaultProxy
@@ -101,7 +103,9 @@ class Job:
             with contextlib.suppress(OSError):
                 for lock in (self.came / ".fetching").glob("*.fetcher.lock"):
                     for pid in lock_holders(lock):
-                        if b"fetcher" in Path(f"/proc/{pid}/cmdline").read_bytes():  # others look whether it is free
+                        if (
+                            b"datasets.packs.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                        ):  # others look whether it is free
                             return pid
             time.sleep(0.01)
         sys.exit(f"the job ended before it was disturbed: {self.log()}")
@@ -248,7 +252,7 @@ def changed(setting, _):
     wrong = job.refused(2, r"error: s3://changed/pack/train-000003\.tar has changed since this run began")
     proxy.stop()
     came = job.folder / local_folder(url, "input_dir")
-    growing = Path(fetcher.growing(str(came), "train-000003.tar", packed.load(str(setting.pack), "train").shards[3]["sha256"]))
+    growing = Path(path_until_whole(str(came), "train-000003.tar", packed.load(str(setting.pack), "train").shards[3]["sha256"]))
     if (came / "train-000003.tar").exists() or (growing.exists() and any(growing.read_bytes())):
         wrong.append("something of it is in the folder")
     yield "a shard replaced", wrong
@@ -312,7 +316,7 @@ def little_room(setting, _):
     for jobs, killed in ((1, False), (2, False), (1, True)):
         folder = setting.folder()
         (data := folder / "data").mkdir()
-        size = int((listing.SPARE + 0.4 * setting.size) / (1 - 2 / fetcher.PASSING_SHARE))
+        size = int((listing.SPARE + 0.4 * setting.size) / (1 - 2 / passing.SHARE))
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", data], check=True)
         try:
             with Line(setting.store.port, 50 * RATE) as line:
@@ -324,7 +328,7 @@ def little_room(setting, _):
                     running = [Job(setting, "out0", through(line), folder=folder, more=more)]
                 wrong = [text for job in running for text in job.wrong(whole=False)]
                 rows = [json.loads(row) for row in (folder / "out0" / "speed.jsonl").read_text().splitlines()]
-                again = sum(row.get(name, 0) for row in rows if row["epoch"] == 2 for name in fetcher.CAME[: fetcher.ON_DISK])
+                again = sum(row.get(name, 0) for row in rows if row["epoch"] == 2 for name in ARRIVED[:ON_DISK])
                 print(f"  in the second epoch {again * 2**20 / setting.size:.2f} of the pack came")
         finally:
             subprocess.run(["umount", "-l", data], check=True)

@@ -12,8 +12,9 @@ from common.errors import UserError
 from common.files import read_note
 from common.storage import once
 from common.track import follow
-from datasets.packs import arrival, fetcher, packed
-from datasets.packs.fetcher import State
+from datasets.packs import arrival, packed
+from datasets.packs.shards import Verified
+from datasets.packs.state import State
 from tests.tools.jobs import wait_for
 from tests.tools.packs import at, fetchers, is_whole, packs, publish  # noqa: F401 (fixtures)
 
@@ -39,7 +40,7 @@ def test_a_damaged_note_is_none(tmp_path, how):
     assert read_note(str(tmp_path / "note")) == {}
     (tmp_path / ".fetching").mkdir()
     write(tmp_path / ".fetching" / "arrived.json", DAMAGED[how])
-    assert not fetcher._Checked(str(tmp_path))._known
+    assert not Verified(str(tmp_path))._known
 
 
 def test_a_note_that_is_a_folder_or_is_missing_is_none(tmp_path):

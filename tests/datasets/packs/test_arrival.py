@@ -28,8 +28,12 @@ from common.errors import TrainingFailed, UserError
 from common.files import MIB
 from common.storage import bucket, listing, once, ranges
 from datasets.crc import crc32
-from datasets.packs import arrival, fetcher, packed
-from datasets.packs.fetcher import State
+from datasets.packs import arrival, fetcher, packed, process
+from datasets.packs import state as shared
+from datasets.packs.passing import Passing
+from datasets.packs.plan import FetchPlan
+from datasets.packs.shards import growing
+from datasets.packs.state import SignsOfLife, State, lease, passing_folder
 from launch.pack import command as pack
 from tests.tools.faultproxy import faults
 from tests.tools.jobs import (
@@ -75,10 +79,10 @@ def bytes_in(folder):
     return sum(sizes)
 
 
-def growing(came, files, name):
+def growing_file(came, files, name):
     """The path of a shard until it is whole."""
     (shard,) = [shard for shard in files.shards if shard["name"] == name]
-    return fetcher.growing(str(came), name, shard["sha256"])
+    return growing(str(came), name, shard["sha256"])
 
 
 @pytest.mark.parametrize("form", in_rehearsal(FORMS, lambda form: form == "raw"))
@@ -119,10 +123,11 @@ def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, a
     goes_on.set()
     path = parts[0].arrival.path
     indexes = [packed.local_index(url, split, "input_dir") for split in ("train", "val")]
-    fetches = fetcher.Fetcher(url, str(came), indexes, path, state)
+    life = SignsOfLife(state)
+    fetches = fetcher.Fetcher(url, str(came), indexes, path, state, life)
     runs = threading.Thread(target=lambda: said.append(fetches.run(goes_on.is_set)), daemon=True)
     over = threading.Event()
-    threading.Thread(target=state.live, args=(over,), daemon=True).start()
+    threading.Thread(target=life.beat, args=(over,), daemon=True).start()
     runs.start()
     wanted, before = [packed.load(str(folder), split) for split in ("train", "val")], 0
     for epoch in range(3):
@@ -132,20 +137,20 @@ def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, a
                 assert (parts[0].content(int(number)).cut(None) == wanted[0].content(int(number)).cut(None)).all()
             else:
                 assert parts[0].read(int(number)) == wanted[0].read(int(number))
-        wait_for(lambda: bytes_in(Path(fetcher.passing(path))) <= room // 40, None, "room")
-        fetched = int(state.came[: fetcher.ON_DISK].sum())
+        wait_for(lambda: bytes_in(Path(passing_folder(path))) <= room // 40, None, "room")
+        fetched = int(state.arrived[: shared.ON_DISK].sum())
         if epoch:
             assert 0.8 * passing < fetched - before <= passing, "but for what was still there, and what is no sample"
         before = fetched
-    state.heard = 0.0
-    wait_for(lambda: state.heard, None, "a sign of life though nobody wants anything")
+    life.last_progress = 0.0
+    wait_for(lambda: life.last_progress, None, "a sign of life though nobody wants anything")
     goes_on.clear()
     runs.join(PATIENCE)
     over.set()
     assert f"arriving {url}: 0 of 1 shard, " in capsys.readouterr().out
     assert said == [False] and (came / "train-000000.tar").exists() and not (came / "train-000001.tar").exists()
-    again = fetcher.Passing(path, state)
-    assert not again.drop() and not list(Path(fetcher.passing(path)).glob("*")), "the next start begins anew"
+    again = Passing(path, state)
+    assert not again.drop() and not list(Path(passing_folder(path)).glob("*")), "the next start begins anew"
 
 
 @pytest.mark.parametrize("form", in_rehearsal(FORMS, lambda form: form == "raw"))
@@ -153,7 +158,7 @@ def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, fetcher
     folder, url = packs[form]
     came = Path(local_folder(url, "input_dir"))
     wanted = packed.load(str(folder), "train")
-    cut = Path(growing(came, packed.load(str(folder), "val"), "val-000000.tar"))
+    cut = Path(growing_file(came, packed.load(str(folder), "val"), "val-000000.tar"))
     cut.parent.mkdir(parents=True)
     content = bytearray((folder / "val-000000.tar").read_bytes())
     content[:100] = bytes(100)  # a kill between a sample and its header
@@ -176,24 +181,24 @@ def test_bytes_that_are_not_those_of_the_index_are_never_read(packs, store, at, 
     shutil.copytree(packs["raw"][0], folder := tmp_path / "wrong")
     ours = packed.load(str(folder), "train")
     place = int(np.flatnonzero(ours.shard == 0)[0])
-    with open(ours.place(place), "r+b") as file:
+    with open(ours.shard_path(place), "r+b") as file:
         file.seek(ours.offset[place] + ours.length[place] - 1)
         last = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([last[0] ^ 1]))
     url = publish(folder, store, f"arriving-wrong-{there.replace(' ', '-')}")
-    half = Path(growing(Path(local_folder(url, "input_dir")), ours, "train-000000.tar"))
+    half = Path(growing_file(Path(local_folder(url, "input_dir")), ours, "train-000000.tar"))
     half.parent.mkdir(parents=True)
     if there == "fetched":
         storage.fetch(url)
     else:
-        shutil.copy(ours.place(place), half)
+        shutil.copy(ours.shard_path(place), half)
     part = arrival.begin(url, ["train"], "input_dir", starts=True)[0]
     with pytest.raises(
         TrainingFailed, match=r"train-000000\.tar, \d+ bytes from \d+ on, arrived 8 times with others than its index"
     ):
         part.content(place).cut(None)
-    assert not State(part.arrival.path, part.arrival.samples).there[place]
+    assert not State(part.arrival.path, part.arrival.samples).place[place]
 
 
 def test_the_longest_wanted_come_first_with_their_neighbours(packs, at):
@@ -201,20 +206,24 @@ def test_the_longest_wanted_come_first_with_their_neighbours(packs, at):
     part = arrival.begin(url, ["train"], "input_dir", starts=False)[0]
     state = State(part.arrival.path, part.arrival.samples)
     index = packed.local_index(url, "train", "input_dir")
-    ours = fetcher.Fetcher(url, local_folder(url, "input_dir"), [index], part.arrival.path, state)
+    ours = fetcher.Fetcher(url, local_folder(url, "input_dir"), [index], part.arrival.path, state, SignsOfLife(state))
+    plan = FetchPlan(ours._samples, state)
     order = np.lexsort((part.offset, part.shard))
     now = time.monotonic_ns()
     for since, places in ((now + 2, [0, 1]), (now + 1, [20]), (now, [40])):
         state.wanted[order[places]] = since
-    assert [(unit.start, unit.stop) for unit in ours._wanted()] == [(40, 41), (20, 21), (0, 2)]
-    assert not list(ours._wanted()), "they are asked for"
-    ours._asked[:], state.wanted[:] = False, 0
-    state.wanted[order[[3, 30, 50]]] = [fetcher.NOW, time.monotonic_ns(), time.monotonic_ns() - 601 * 10**9]
-    state.there[order[20:]] = fetcher.PASSES
+    assert [(unit.start, unit.stop) for unit in plan.wanted(True)] == [(40, 41), (20, 21), (0, 2)]
+    assert not list(plan.wanted(True)), "they are asked for"
+    plan = FetchPlan(ours._samples, state)
+    state.wanted[:] = 0
+    state.wanted[order[[3, 30, 50]]] = [shared.NOW, time.monotonic_ns(), time.monotonic_ns() - 601 * 10**9]
+    state.place[order[20:]] = shared.PASSES
     ours._passing.count(0, 1)
-    assert [unit.start for unit in ours._wanted()] == [3], "there is no room for more that passes through"
-    ours._passing.most = 1
-    assert [unit.start for unit in ours._wanted()] == [30], "and what was wanted long ago is no longer"
+    assert not ours._passing.has_room()
+    assert [unit.start for unit in plan.wanted(False)] == [3], "there is no room for more that passes through"
+    ours._passing.most_bytes = 1
+    assert ours._passing.has_room()
+    assert [unit.start for unit in plan.wanted(True)] == [30], "and what was wanted long ago is no longer"
 
 
 def damage(path):
@@ -241,7 +250,7 @@ def test_the_bits_are_those_of_the_folder(packs, store, tmp_path, form, ranks, w
         states.append(final_state(tmp_path / place))
     assert_same_bits(*states)
     rows = [json.loads(line) for line in (tmp_path / "arriving/out/speed.jsonl").read_text().splitlines()]
-    came = sum(sum(row.get(name, 0) for name in fetcher.CAME) for row in rows) * MIB
+    came = sum(sum(row.get(name, 0) for name in shared.ARRIVED) for row in rows) * MIB
     shards = sum(path.stat().st_size for path in folder.glob("*.tar"))
     assert 0.5 * shards < came < 1.01 * shards, "all of them, unless the job has ended before"
     pages = [report.of_one(report.RunFiles.read(str(tmp_path / place / "out"))) for place in ("arriving", "folder")]
@@ -274,7 +283,7 @@ def test_a_job_that_waits_for_a_batch_saves_and_ends_when_it_is_told_to(store, t
         line.open.clear()
         (path,) = (tmp_path / local_folder(url, "input_dir") / ".fetching").glob("*.state")
         state = State(str(path), samples)
-        wait_for(lambda: ((state.wanted == 1) & (state.there == 0)).any(), process, "a wait for a sample")
+        wait_for(lambda: ((state.wanted == 1) & (state.place == 0)).any(), process, "a wait for a sample")
         process.send_signal(signal.SIGTERM)
         if ranks > 1:  # they stop after a step that all have done
             wait_for(lambda: "all ranks stop at the next common step" in (tmp_path / "log").read_text(), process, "its line")
@@ -319,8 +328,8 @@ def bytes_there(came, pack):
     for split in ("train", "val"):
         files = packed.read_index(str(pack / f"{split}-index.npz"), str(came), split)
         for number in range(len(files)):
-            place = Path(files.place(number))
-            place = place if place.exists() else Path(growing(came, files, place.name))
+            place = Path(files.shard_path(number))
+            place = place if place.exists() else Path(growing_file(came, files, place.name))
             if place.exists():
                 with open(place, "rb") as file:
                     content = os.pread(file.fileno(), files.length[number], files.offset[number])
@@ -329,7 +338,7 @@ def bytes_there(came, pack):
 
 
 def test_what_the_process_imports(tmp_path):
-    code = "import sys, datasets.packs.fetcher; print([name for name in ('torch', 'boto3', 'obstore', 'PIL') if name in sys.modules])"
+    code = "import sys, datasets.packs.process; print([name for name in ('torch', 'boto3', 'obstore', 'PIL') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert done.stdout == "[]\n"
 
@@ -342,7 +351,7 @@ def test_where_memory_cannot_be_shared_the_pack_is_fetched_first(packs, at, monk
     folder, url = packs["original"]
     args = types.SimpleNamespace(data_url=url, input_dir="input_dir", data_backend="packed", fetch_first=False, evaluate=False)
     args.world, args.min_nodes = types.SimpleNamespace(local_rank=0), None
-    unfinished = Path(fetcher.growing(local_folder(url, "input_dir"), "train-000000.tar", "its SHA-256"))
+    unfinished = Path(growing(local_folder(url, "input_dir"), "train-000000.tar", "its SHA-256"))
     unfinished.parent.mkdir(parents=True)
     unfinished.write_bytes(b"of an earlier start")
     train, val = arrival.find(args)
@@ -392,7 +401,7 @@ def test_batches_are_wanted_before_they_are_loaded(waiting, tmp_path):
         assert (batch == batches[place]).all()
         until = min(40, place + 11)  # 1,024 samples ahead
         assert set(np.flatnonzero(state.wanted)) == set(number[batches[:until].ravel()].tolist())
-        assert state.bell() >= state.wanted.max(), "the process that fetches is woken after each"
+        assert state.bell >= state.wanted.max(), "the process that fetches is woken after each"
     first, later = (state.wanted[number[batches[place]]] for place in (0, 9))
     assert place == 39 and first.max() < later.min()
     few = [np.array([sample]) for sample in range(8)]
@@ -401,8 +410,8 @@ def test_batches_are_wanted_before_they_are_loaded(waiting, tmp_path):
 
 def holder(part):
     """The process that fetches."""
-    wait_for(lambda: State(part.arrival.path, part.arrival.samples).alive() > part.arrival.since, None, "a sign of life")
-    (pid,) = lock_holders(f"{fetcher.lease(part.arrival.path)}.lock")
+    wait_for(lambda: State(part.arrival.path, part.arrival.samples).pulse > part.arrival.since, None, "a sign of life")
+    (pid,) = lock_holders(f"{lease(part.arrival.path)}.lock")
     return pid
 
 
@@ -425,17 +434,17 @@ def test_another_start_costs_a_job_nothing_whose_pack_has_come(packs, at, fetche
     folder, url = packs["original"]
     (part,) = arrival.begin(url, ["train"], "input_dir", starts=True)
     state = State(part.arrival.path, part.arrival.samples)
-    wait_for(lambda: state.whole, None, "the whole split")
+    wait_for(lambda: state.is_whole, None, "the whole split")
     said, line = [], f"arrived: {len(part.shards)} shards of {url}: .*; none were there; all verified\n"
     wait_for(lambda: said.append(capsys.readouterr().out) or re.search(line, "".join(said)), fetchers[0], "its line")
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # they are meant for the job
         fetchers[0].send_signal(number)
     arrival.begin(url, ["train"], "input_dir", starts=True)
-    assert state.there.all(), "nothing that has come is forgotten"
+    assert state.place.all(), "nothing that has come is forgotten"
     assert holder(part) == fetchers[0].pid and fetchers[0].poll() is None
     fetchers[0].kill()
-    wait_for(lambda: lock_holders(f"{fetcher.lease(part.arrival.path)}.lock") == [fetchers[1].pid], None, "another holder")
-    assert state.there.all() and state.whole
+    wait_for(lambda: lock_holders(f"{lease(part.arrival.path)}.lock") == [fetchers[1].pid], None, "another holder")
+    assert state.place.all() and state.is_whole
     assert [part.read(number) for number in range(3)] == [packed.load(str(folder), "train").read(number) for number in range(3)]
 
 
@@ -445,12 +454,12 @@ def test_an_index_that_was_replaced_since_is_not_that_of_this_run(packs, at):
     state, index = State(part.arrival.path, part.arrival.samples), Path(packed.local_index(url, "train", "input_dir"))
     index.write_bytes(index.read_bytes() + b" ")
     words = [str(os.getpid()), "this node", url, part.arrival.folder]
-    child = arrival.start_python(fetcher.__name__, *words, stdin=subprocess.PIPE, text=True)
+    child = arrival.start_python(process.__name__, *words, stdin=subprocess.PIPE, text=True)
     with child.stdin as told:
         told.write(json.dumps([part.arrival.path, part.arrival.samples, True, str(index)]) + "\n")
     wait_for(lambda: state.failure(0), None, "its end")
     assert str(state.failure(0)) == f"{url} has another index since this run began: start again"
-    assert not state.failure(0, "another node") and state.failure(0, "this node") and not state.there.any()
+    assert not state.failure(0, "another node") and state.failure(0, "this node") and not state.place.any()
 
 
 def test_a_start_that_finds_no_pack_leaves_no_process(packs, store, at, fetchers):
@@ -463,7 +472,7 @@ def test_a_start_that_finds_no_pack_leaves_no_process(packs, store, at, fetchers
 def test_two_versions_of_a_pack_do_not_mix_in_one_folder(packs, store, at, fetchers):
     url = publish(packs["original"][0], store, "arriving-twice")
     (first,) = arrival.begin(url, ["train"], "input_dir", starts=True)
-    wait_for(lambda: State(first.arrival.path, first.arrival.samples).whole, None, "all of the first")
+    wait_for(lambda: State(first.arrival.path, first.arrival.samples).is_whole, None, "all of the first")
     for path in packs["raw"][0].glob("[tv]*"):
         store.client().upload_file(str(path), "arriving-twice", f"pack/{path.name}")
     (second,) = arrival.begin(url, ["train"], "input_dir", starts=True)
@@ -514,11 +523,11 @@ def test_a_process_that_waits_kills_a_frozen_one_alone(packs, at, monkeypatch, f
     holder(part)
     killed, kill = [], os.kill
     monkeypatch.setattr(os, "kill", lambda *given: killed.append(given) or kill(*given))
-    state.end_frozen(url)
-    monkeypatch.setattr(fetcher, "FROZEN_SECONDS", -1)
-    state.end_frozen("s3://another/pack")
+    process._FrozenHolder(state, url).end_it()
+    monkeypatch.setattr(process, "FROZEN_SECONDS", -1)
+    process._FrozenHolder(state, "s3://another/pack").end_it()
     assert not killed
-    state.end_frozen(url)
+    process._FrozenHolder(state, url).end_it()
     assert killed == [(fetchers[0].pid, signal.SIGKILL)] and fetchers[0].wait(PATIENCE) == -signal.SIGKILL
 
 
@@ -552,22 +561,22 @@ def waiting(tmp_path):
 def test_a_sample_that_somebody_has_deleted_is_not_waited_for_for_ever(waiting, monkeypatch):
     reader, state = waiting
     monkeypatch.setattr(arrival, "GONE_SECONDS", 0.01)
-    state.there[2] = fetcher.IN_ITS_FILE
+    state.place[2] = shared.IN_ITS_FILE
     with pytest.raises(TrainingFailed, match=r"samples in \S+/state\.passing are gone: start again to go on"):
         reader.wait(2)
 
 
 def test_what_ends_the_fetcher_ends_the_readers_with_its_line(waiting):
     reader, state = waiting
-    state.fail(UserError("s3://none/pack/train-000000.tar has changed since this run began: start again"))
+    state.set_failure(UserError("s3://none/pack/train-000000.tar has changed since this run began: start again"))
     with pytest.raises(UserError, match="has changed since this run began"):
         reader.wait(1)
     assert state.wanted.tolist() == [0, 1, 0]
-    state.fail(TrainingFailed("no good answer"))
+    state.set_failure(TrainingFailed("no good answer"))
     with pytest.raises(TrainingFailed, match="no good answer"):
         reader.wait(1)
     later = dataclasses.replace(reader, since=time.monotonic())  # the next start: that was the last one's
-    state.there[1] = 1
+    state.place[1] = 1
     later.wait(1)
 
 
@@ -592,10 +601,10 @@ def test_a_fetcher_that_is_gone_or_frozen_is_named(waiting, monkeypatch):
         reader.wait(0)
     over = threading.Event()
     over.set()
-    state.live(over)
-    assert state.alive() > reader.since
+    SignsOfLife(state).beat(over)
+    assert state.pulse > reader.since
     monkeypatch.setattr(arrival, "LOST_SECONDS", 1)
-    with once.when_free(fetcher.lease(reader.path), lambda: True) as held:
+    with once.when_free(lease(reader.path), lambda: True) as held:
         assert held
         with pytest.raises(
             TrainingFailed, match=r"fetches s3://none/pack has shown no sign of life for \d+ s: start again to go"
@@ -605,25 +614,26 @@ def test_a_fetcher_that_is_gone_or_frozen_is_named(waiting, monkeypatch):
 
 def test_a_fetcher_that_gets_nothing_for_very_long_shows_no_sign_of_life(waiting, monkeypatch):
     _, state = waiting
-    monkeypatch.setattr(fetcher, "BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(fetcher, "STUCK_SECONDS", 0.2)
+    monkeypatch.setattr(shared, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(shared, "STUCK_SECONDS", 0.2)
     monkeypatch.setenv(patience.VARIABLE, "0.3")
     began, over = time.monotonic(), threading.Event()
-    threading.Thread(target=state.live, args=(over,), daemon=True).start()
-    wait_for(lambda: 0 < state.alive() < time.monotonic() - 0.5, None, "the end of the signs")
-    assert state.alive() > began + 0.4
-    state.heard = time.monotonic()  # something has come after all
-    wait_for(lambda: time.monotonic() - state.alive() < 0.5, None, "a sign of life")
+    life = SignsOfLife(state)
+    threading.Thread(target=life.beat, args=(over,), daemon=True).start()
+    wait_for(lambda: 0 < state.pulse < time.monotonic() - 0.5, None, "the end of the signs")
+    assert state.pulse > began + 0.4
+    life.progress()  # something has come after all
+    wait_for(lambda: time.monotonic() - state.pulse < 0.5, None, "a sign of life")
     over.set()
 
 
 def fetched_by_a_child(reader, monkeypatch):
     """Its exit code."""
-    monkeypatch.setattr(fetcher, "state_path", lambda *_: reader.path)
+    monkeypatch.setattr(process, "state_path", lambda *_: reader.path)
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps([reader.path, 3, True])))
     if not (child := os.fork()):
         try:
-            fetcher.main(str(os.getppid()), "here", reader.url, reader.folder)
+            process.main(str(os.getppid()), "here", reader.url, reader.folder)
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -635,15 +645,15 @@ def test_a_defect_that_ends_the_fetcher_is_told_to_its_readers(waiting, monkeypa
     def fetch(*_):
         raise ValueError("a defect")
 
-    monkeypatch.setattr(fetcher, "_fetch", fetch)
+    monkeypatch.setattr(process, "_fetch", fetch)
     assert fetched_by_a_child(reader, monkeypatch) == 0
     assert str(state.failure(reader.since)) == f"cannot fetch {reader.url} to {reader.folder}: ValueError('a defect')"
 
 
 def test_a_fetcher_that_waits_for_long_looks_whether_the_other_one_is_frozen(waiting, monkeypatch):
-    monkeypatch.setattr(fetcher, "FROZEN_SECONDS", -1)
-    monkeypatch.setattr(State, "end_frozen", lambda *_: os._exit(17))
-    with once.when_free(fetcher.lease(waiting[0].path), lambda: True) as held:
+    monkeypatch.setattr(process, "FROZEN_SECONDS", -1)
+    monkeypatch.setattr(process._FrozenHolder, "end_it", lambda _: os._exit(17))
+    with once.when_free(lease(waiting[0].path), lambda: True) as held:
         assert held and fetched_by_a_child(waiting[0], monkeypatch) == 17
 
 
@@ -654,11 +664,11 @@ def test_what_passed_through_for_another_boot_is_deleted_after_a_day(packs, at):
     for name, path in paths.items():
         State.make(path, 1)
         os.utime(path, (time.time() - 3600 * (23 if name == "new" else 25),) * 2)
-        os.mkdir(fetcher.passing(path))
+        os.mkdir(passing_folder(path))
     index, state = packed.local_index(url, "train", "input_dir"), State(part.arrival.path, part.arrival.samples)
-    with once.when_free(fetcher.lease(paths["held"]), lambda: True):
-        fetcher.Fetcher(url, part.arrival.folder, [index], part.arrival.path, state).run(lambda: False)
-    assert [name for name, path in paths.items() if os.path.exists(fetcher.passing(path))] == ["held", "new"]
+    with once.when_free(lease(paths["held"]), lambda: True):
+        fetcher.Fetcher(url, part.arrival.folder, [index], part.arrival.path, state, SignsOfLife(state)).run(lambda: False)
+    assert [name for name, path in paths.items() if os.path.exists(passing_folder(path))] == ["held", "new"]
 
 
 def test_a_pack_whose_samples_overlap_has_to_be_published_again(packs, store, at, tmp_path):
@@ -672,7 +682,7 @@ def test_a_pack_whose_samples_overlap_has_to_be_published_again(packs, store, at
     (part,) = arrival.begin(url, ["train"], "input_dir", starts=False)
     index, state = packed.local_index(url, "train", "input_dir"), State(part.arrival.path, part.arrival.samples)
     with pytest.raises(UserError, match=f"{url}: in its indexes samples overlap, or a shard has none: publish the pack again"):
-        fetcher.Fetcher(url, part.arrival.folder, [index], part.arrival.path, state)
+        fetcher.Fetcher(url, part.arrival.folder, [index], part.arrival.path, state, SignsOfLife(state))
 
 
 def test_what_the_fetcher_waits_for_is_no_wait_of_its_rank(packs, at, monkeypatch, fetchers, tmp_path, capsys):

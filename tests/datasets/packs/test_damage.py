@@ -17,7 +17,7 @@ from tests.tools.packs import SMALL_SHARDS, contents, copied, elsewhere, first, 
 def test_a_flipped_bit_is_named(copied):
     samples = packed.load(str(copied), "train")
     number = 17
-    flip(samples.place(number), int(samples.offset[number] + samples.length[number] // 2))
+    flip(samples.shard_path(number), int(samples.offset[number] + samples.length[number] // 2))
     with pytest.raises(OSError, match=rf"train-\d+.tar:{samples.names[number]} is damaged"):
         samples.read(number)
     assert len([samples.read(other) for other in range(len(samples)) if other != number]) == len(samples) - 1

@@ -270,7 +270,7 @@ def test_damage_is_found(packs, tmp_path, capsys, form):
         (copied / name).write_bytes(content)
     assert "31 images in" in run("--verify", copied).stdout
     ours = packed.load(str(copied), "train")
-    flip(ours.place(9), int(ours.offset[9] + ours.length[9] // 2))
+    flip(ours.shard_path(9), int(ours.offset[9] + ours.length[9] // 2))
     done = run("--verify", copied, check=1)
     assert f"and in it 1 samples: {ours.names[9]}" in done.stdout and "1 of" in done.stderr
     if form != "raw":
@@ -278,7 +278,7 @@ def test_damage_is_found(packs, tmp_path, capsys, form):
         assert torch.equal(images[9], images[10]) and labels[9] == ours.labels[10]
         assert f"{ours.names[9]} cannot be decoded" in capsys.readouterr().out
     else:  # of pixels a wrong one is just that, but what is not there is missed
-        with open(ours.place(9), "r+b") as shard:
+        with open(ours.shard_path(9), "r+b") as shard:
             shard.truncate(int(ours.offset[9]) + 100)
         with pytest.raises(decode.Undecodable):
             decode.decode(ours.content(9), False, (0, 0, *ours.stored(9)))

@@ -26,7 +26,7 @@ from common.errors import TrainingFailed, UserError
 from common.storage import once
 from datasets import imagenet
 from datasets.packs import packed
-from datasets.packs.fetcher import State
+from datasets.packs.state import State
 from datasets.photos import splits, tree
 from launch.pack import command as pack
 from tests.tools import pictures
@@ -267,7 +267,7 @@ def test_samples_are_read_out_of_a_bucket(url, store, whole, monkeypatch):
     expected = [local.read(number) for number in range(len(local))]
     with faults(store, lambda request: None, monkeypatch) as proxy:
         samples = passing(url, "train")
-        wait_for(lambda: State(samples.arrival.path, samples.arrival.samples).there.all(), None, "the list of the bucket")
+        wait_for(lambda: State(samples.arrival.path, samples.arrival.samples).place.all(), None, "the list of the bucket")
         assert [request.path for request in proxy.objects()] == ["/data/pack/train-index.npz"], "no shard is fetched"
         assert samples.read(3) == expected[3] and proxy.objects()[-1].headers["Range"].startswith("bytes=")
         for method in ("fork", "spawn"):

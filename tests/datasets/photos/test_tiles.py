@@ -278,7 +278,7 @@ def test_pictures_that_are_no_longer_the_originals_are_not_compared_with_them(ro
 def test_a_damaged_sample_is_named_and_the_next_takes_its_place(both, tmp_path, capsys):
     copied = shutil.copytree(both[1], tmp_path / "pack")
     tiled = packed.load(str(copied), "val")
-    flip(tiled.place(3), int(tiled.offset[3] + tiled.length[3] // 2))
+    flip(tiled.shard_path(3), int(tiled.offset[3] + tiled.length[3] // 2))
     images, labels, _ = (torch.cat(parts) for parts in zip(*batches(tiled, train=False)))
     assert torch.equal(images[3], images[4]) and labels[3] == tiled.labels[4]
     assert f"{tiled.names[3]} cannot be decoded (a row of its tiles is damaged)" in capsys.readouterr().out

@@ -1,0 +1,158 @@
+"""Which bytes of a pack are fetched next: samples that are wanted, the longest wanted first, and otherwise all in their order.
+
+A unit is a slice of Samples: neighbours in one shard, which one request brings.
+"""
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, Optional
+
+import numpy as np
+
+from datasets.packs.state import ABSENT, NOW, PASSES, State, long_ago
+
+UNIT_BYTES = 4 << 20  # most bytes of one request
+HEADER_BYTES = 512  # of a header in a tar file
+
+
+class BadIndex(ValueError):
+    """Indexes contradict each other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """The samples of all splits, sorted by their places in the shards. `begin` to `end` of all are all bytes of the shards."""
+
+    number: np.ndarray  # of each sample, in the State
+    at: np.ndarray  # where a number of the State is here
+    shard: np.ndarray
+    offset: np.ndarray  # of the sample's own bytes in the shard
+    length: np.ndarray
+    checksum: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+
+    @staticmethod
+    def of(splits: list[dict[str, np.ndarray]], shard_sizes: np.ndarray) -> "Samples":
+        """`splits`: of each one "shard", "offset", "length" and "checksum". BadIndex if samples overlap."""
+        together = {name: np.concatenate([split[name] for split in splits]) for name in splits[0]}
+        order = np.lexsort((together["offset"], together["shard"]))
+        ordered = {name: values[order] for name, values in together.items()}
+        offset = ordered["offset"]
+        sample_end = offset + ordered["length"]
+        first_of_shard = np.flatnonzero(np.diff(ordered["shard"], prepend=-1))
+        end_before = np.concatenate([[0], sample_end[:-1]])
+        overlaps = offset < end_before
+        overlaps[first_of_shard] = False
+        if overlaps.any() or len(first_of_shard) != len(shard_sizes):
+            raise BadIndex("samples overlap, or a shard has none")
+        begin = np.maximum(offset - HEADER_BYTES, end_before)
+        begin[first_of_shard] = 0
+        last_of_shard = np.append(first_of_shard[1:], len(order)) - 1
+        end = np.append(begin[1:], 0)
+        end[last_of_shard] = shard_sizes
+        return Samples(order, np.argsort(order), **ordered, begin=begin, end=end)
+
+    def rows(self, unit: slice) -> Iterator[tuple[int, int, int, int]]:
+        """Return the number, offset, length and checksum of each sample of a unit."""
+        columns = (self.number, self.offset, self.length, self.checksum)
+        return zip(*(column[unit].tolist() for column in columns))
+
+    def in_shards(self, count: int) -> list[slice]:
+        """Return the unit of all samples of each of `count` shards."""
+        bounds = np.searchsorted(self.shard, range(count + 1)).tolist()
+        return [slice(first, end) for first, end in zip(bounds, bounds[1:])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What the indexes of a pack say: its shards ("name", "size", "sha256"), and the samples in them."""
+
+    shards: list[dict[str, Any]]
+    samples: Samples
+    is_compared_when_read: bool  # a reader compares each sample with its checksum, as it does not with raw pixels
+
+    @staticmethod
+    def of(indexes: Iterable[bytes]) -> "Content":
+        """Read the indexes of the splits, which a reader of the pack has checked. BadIndex if they contradict each other."""
+        shards: dict[str, dict[str, Any]] = {}  # by name: one may have samples of several splits
+        splits = []
+        form = ""
+        for index in indexes:
+            with np.load(io.BytesIO(index), allow_pickle=False) as stored:
+                about = json.loads(bytes(stored["about"]))
+                split = {name: stored[name] for name in ("shard", "offset", "length", "checksum")}
+            for shard in about["shards"]:
+                shards.setdefault(shard["name"], shard)
+            number_of = {name: number for number, name in enumerate(shards)}
+            split["shard"] = np.array([number_of[shard["name"]] for shard in about["shards"]])[split["shard"]]
+            splits.append(split)
+            form = about["form"]
+        samples = Samples.of(splits, np.array([shard["size"] for shard in shards.values()]))
+        return Content(list(shards.values()), samples, form != "raw")
+
+
+class FetchPlan:
+    """Owns which samples are asked for, that is on the disk or on their way here, and gives out units of the others."""
+
+    def __init__(self, samples: Samples, state: State) -> None:
+        self._samples = samples
+        self._state = state
+        self._is_asked = np.zeros(len(samples.number), bool)  # by number in the State
+        self._cursor = 0  # all samples before it are asked for, or pass through
+
+    def wanted(self, has_room_to_pass: bool) -> Iterator[slice]:
+        """Yield units of wanted samples: first those for which a reader waits, then the longest wanted.
+
+        Each counts as asked for once it is yielded. What was wanted long ago no longer is. Without `has_room_to_pass`, samples
+        that pass through are left out, but for those for which a reader waits.
+        """
+        since = self._state.wanted
+        is_waited_for = since == NOW
+        chosen = (since != 0) & ~self._is_asked
+        if not has_room_to_pass:
+            chosen &= is_waited_for | (self._state.place == ABSENT)
+        chosen &= is_waited_for | (since > long_ago())
+        numbers = np.flatnonzero(chosen)
+        longest_first = numbers[np.argsort(since[numbers], kind="stable")]
+        for number in longest_first.tolist():
+            if not self._is_asked[number]:
+                yield self._ask(int(self._samples.at[number]), chosen)
+
+    def next(self) -> Optional[slice]:
+        """Return the next unit in the order of the shards; None if all are asked for. Now it is asked for."""
+        numbers = self._samples.number
+        while self._cursor < len(numbers):
+            number = numbers[self._cursor]
+            if not self._is_asked[number] and self._state.place[number] != PASSES:
+                return self._ask(self._cursor, None)
+            self._cursor += 1
+        return None
+
+    def set_here(self, samples: slice) -> None:
+        self._is_asked[self._samples.number[samples]] = True
+
+    def set_missing(self, samples: slice) -> None:
+        """Let these samples be asked for once more."""
+        self._is_asked[self._samples.number[samples]] = False
+        self._cursor = min(self._cursor, samples.start)
+
+    def set_gone(self, numbers: list[int]) -> None:
+        """Let samples that passed through, by their numbers in the State, be asked for when they are wanted again."""
+        self._is_asked[numbers] = False
+
+    def _ask(self, first: int, chosen: Optional[np.ndarray]) -> slice:
+        """Ask for the samples from `first` on that one request can bring; `chosen`: as long as they are among these."""
+        samples = self._samples
+        end = first
+        while end < len(samples.number):
+            number = samples.number[end]
+            is_another_shard = samples.shard[end] != samples.shard[first]
+            is_too_long = end > first and samples.end[end] - samples.begin[first] > UNIT_BYTES
+            if self._is_asked[number] or is_another_shard or is_too_long or not (chosen is None or chosen[number]):
+                break
+            self._is_asked[number] = True
+            end += 1
+        return slice(first, end)

@@ -1,0 +1,158 @@
+"""The process of a node that fetches a pack for a job: it begins, takes over from one that has frozen, and ends with the job.
+
+It is a fresh interpreter without torch, because obstore does not work in a process that was forked while it was in use. Of
+several jobs on a node one fetches; the processes of the others stand by. Who reads the pack is told by memory (state.py).
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+
+from common.errors import STOP_SIGNALS, TrainingFailed, UserError, count, one_line
+from common.files import MIB, contents
+from common.storage import once
+from common.storage.bucket import Bucket
+from datasets.packs.fetcher import Fetcher
+from datasets.packs.state import BEAT_SECONDS, SignsOfLife, State, lease, state_path, states_of_this_boot
+
+GAP_SECONDS = 5  # between two looks, after which this process itself was stopped meanwhile
+FROZEN_SECONDS = 30  # without a sign of life, after which another process takes over
+WATCH_SECONDS = 1.0  # between two looks at who holds the lease
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What a job wants to be fetched."""
+
+    job: int  # its process id: the parent of this one
+    node: str  # names the processes of the job on this node
+    url: str
+    folder: str
+    path: str  # of the State
+    keeps: bool  # what the disk has room for
+    indexes: list[str]  # their paths
+
+    def job_lives(self) -> bool:
+        return os.getppid() == self.job
+
+
+def main(job: str, node: str, url: str, folder: str) -> None:
+    """Fetch the pack at `url` to `folder` for the process `job`, as long as that lives, unless another process does.
+
+    `node`: names the processes of the job on this node. A line of JSON on the standard input has the path of the State, its
+    samples, whether what has room is kept, and the paths of the indexes; without it this process ends.
+    """
+    _prepare()
+    with contextlib.suppress(UserError):  # it comes again, where it can be told
+        Bucket(url)  # imports what takes a while, meanwhile the reader fetches the indexes
+    told = sys.stdin.readline()
+    if not told:
+        return
+    path, samples, keeps, *indexes = json.loads(told)
+    order = Order(int(job), node, url, folder, path, keeps, indexes)
+    state = State(path, samples)
+    asked = time.monotonic()
+    holds_lease = threading.Event()
+    threading.Thread(target=_FrozenHolder(state, url).watch, args=(holds_lease,), daemon=True).start()
+    with once.when_free(lease(path), order.job_lives) as is_held:
+        holds_lease.set()
+        if is_held and state.failure(asked, node) is None:  # else a process of this job has tried it already
+            _fetch_and_say_why_not(order, state)
+
+
+def _prepare() -> None:
+    """Leave signals to the job, end with it, and allow a file for each shard that grows."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the job needs samples until it has saved
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: if it is stopped, it cannot look for the job
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class _FrozenHolder:
+    """The process that holds the lease, looked at by one that stands by."""
+
+    def __init__(self, state: State, url: str) -> None:
+        self._state = state
+        self._url = os.fsencode(url)
+        self._since = time.monotonic()  # since when this process could have seen a sign of life
+        self._looked = self._since
+
+    def watch(self, over: threading.Event) -> None:
+        while not over.wait(WATCH_SECONDS):
+            self.end_it()
+
+    def end_it(self) -> None:
+        """Kill it if it has shown no sign of life for long, though this process could have seen one."""
+        now = time.monotonic()
+        if now - self._looked > GAP_SECONDS:  # this process was stopped, and the other one perhaps, too
+            self._since = now
+        self._looked = now
+        silent_since = max(self._state.pulse, self._since)
+        if now - silent_since > FROZEN_SECONDS and self._state.holder is not None:
+            _kill_fetcher(self._state.holder, self._url)
+
+
+def _kill_fetcher(pid: int, url: bytes) -> None:
+    """Kill the process `pid`, if it is a fetcher of the pack at `url`."""
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        command = contents(f"/proc/{pid}/cmdline").split(b"\0")
+        if url in command and any(__name__.encode() in word for word in command):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _fetch_and_say_why_not(order: Order, state: State) -> None:
+    """Fetch, and hold the lease until the job ends: so no other start takes the marks in the State for old ones."""
+    life = SignsOfLife(state)
+    over = threading.Event()
+    threading.Thread(target=life.beat, args=(over,), daemon=True).start()
+    failed = f"cannot fetch {one_line(order.url)} to {order.folder}"
+    try:
+        if os.path.abspath(state_path(order.folder, order.indexes)) != order.path:
+            raise UserError(f"{one_line(order.url)} has another index since this run began: start again")
+        if not state.is_whole:  # else another process has fetched it
+            _require_alone(order)
+            state.forget()
+            _fetch(order, state, life)
+        while order.job_lives():
+            life.progress()
+            time.sleep(BEAT_SECONDS)
+    except (UserError, TrainingFailed) as error:
+        state.set_failure(error, order.node)
+    except OSError as error:
+        state.set_failure(TrainingFailed(f"{failed}: {error.strerror or error!r}"), order.node)
+    except Exception as error:
+        state.set_failure(TrainingFailed(f"{failed}: {error!r}"), order.node)
+        raise
+    finally:
+        over.set()
+
+
+def _fetch(order: Order, state: State, life: SignsOfLife) -> None:
+    began = time.monotonic()
+    fetcher = Fetcher(order.url, order.folder, order.indexes, order.path, state, life)
+    if not fetcher.run(order.job_lives, order.keeps):
+        return
+    state.set_whole()
+    ahead, in_turn, on_disk = (state.arrived / MIB).tolist()
+    came = f"{ahead + in_turn:.1f} MiB in {time.monotonic() - began:.0f} s, {ahead:.1f} of them ahead of their shards"
+    was_there = f"{on_disk:.1f} MiB were there" if on_disk else "none were there"
+    shards = count(len(fetcher.shards), "shard")
+    print(f"arrived: {shards} of {one_line(order.url)}: {came}; {was_there}; all verified", flush=True)
+
+
+def _require_alone(order: Order) -> None:
+    """Raise a UserError if a job on this node reads another version of the pack, whose files would be replaced."""
+    for other in states_of_this_boot(order.folder):
+        if os.path.basename(other) != os.path.basename(order.path) and not once.is_free(lease(other)):
+            reads = f"a job on this node reads another version of {one_line(order.url)}"
+            raise UserError(f"{reads}: start when it has ended, or give another --input_dir")

@@ -1,0 +1,174 @@
+"""The files of a pack's shards: each grows in .fetching, and gets its name once it is whole and its SHA-256 is right."""
+
+import contextlib
+import dataclasses
+import glob
+import json
+import os
+import threading
+from typing import Callable, Optional, Union
+
+from common.files import read_note, sha256, write_atomically
+from common.storage import index, once
+from common.storage.bucket import Item
+from common.storage.index import Index
+from datasets.packs.state import all_states, lease
+
+DISK_BLOCK = 512  # bytes of what st_blocks counts
+
+
+@dataclasses.dataclass(eq=False)
+class ShardFile:
+    name: str
+    size: int
+    sha256: str
+    item: Item  # the object in the bucket
+    samples: slice  # of it, in Samples
+    growing_path: str  # of its file until it is whole
+    file: int = -1  # the descriptor of that file
+    is_whole: bool = False
+    passes: bool = False  # the disk has no room for it: what is wanted of it comes anew in each epoch
+    missing: int = 0  # samples that have not come
+    may_have_bytes: bool = False  # an earlier start has left the file, in which some may be right
+
+    def bytes_to_come(self) -> int:
+        if not os.path.exists(self.growing_path):
+            return self.size
+        return self.size - os.stat(self.growing_path).st_blocks * DISK_BLOCK
+
+    def read(self, length: int, at: int) -> bytes:
+        return os.pread(self.file, length, at)
+
+    def write(self, content: Union[bytes, memoryview], at: int) -> None:
+        remaining = memoryview(content)
+        while remaining:
+            written = os.pwrite(self.file, remaining, at)
+            at += written
+            remaining = remaining[written:]
+
+
+class ShardFolder:
+    """Owns the files of the shards in a folder, and the records of what was verified there."""
+
+    def __init__(self, folder: str, trusts_digests: bool, progress: Callable[[], None]) -> None:
+        """`trusts_digests`: that a file had the digest of its object when it was fetched is proof enough, as each read compares
+        a checksum. `progress` is called after a file was read whole, which may take long."""
+        self._folder = folder
+        self._trusts_digests = trusts_digests
+        self._progress = progress
+        self.fetched = Index(folder)  # which object each file is
+        self._verified = Verified(folder)
+
+    def path(self, shard: ShardFile) -> str:
+        return os.path.join(self._folder, shard.name)
+
+    def verify(self, shard: ShardFile) -> bool:
+        """Return whether the shard's file is there and right. It is read whole if that is not known yet."""
+        was_fetched = self._trusts_digests and shard.item.digest and self.fetched.has(shard.name, shard.item)
+        if was_fetched or self._verified.has(shard):
+            return True
+        path = self.path(shard)
+        if not index.has_size(path, shard.size) or sha256(path) != shard.sha256:
+            return False
+        self._progress()
+        self._verified.add(shard)
+        return True
+
+    def verify_or_delete(self, shard: ShardFile) -> bool:
+        """The same, before anything is fetched: a file that is wrong is deleted."""
+        path = self.path(shard)
+        status = None
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+        is_right = self.verify(shard)
+        with contextlib.suppress(OSError):
+            # Not one that came meanwhile, from another node.
+            if status and not is_right and os.path.samestat(status, os.stat(path)):
+                os.unlink(path)
+        return is_right
+
+    def begin(self, shard: ShardFile) -> None:
+        """Open the file of an unfinished shard. What may be right in it is compared before it is fetched again."""
+        shard.may_have_bytes = index.has_size(shard.growing_path, shard.size)
+        shard.missing = shard.samples.stop - shard.samples.start
+        shard.file = os.open(shard.growing_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        os.ftruncate(shard.file, shard.size)
+
+    def finish(self, shard: ShardFile) -> bool:
+        """Once all samples of a shard have come: give it its name, and return True. False if it is not what the index says.
+
+        What is wrong then lies between the samples, which were compared already.
+        """
+        try:
+            self._give_name(shard)
+        except FileNotFoundError:  # another node has just given it its name
+            self._give_name(shard)
+        return shard.is_whole
+
+    def _give_name(self, shard: ShardFile) -> None:
+        path = self.path(shard)
+        if index.has_size(path, shard.size) and self.verify(shard):  # another process has fetched it, too
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(shard.growing_path)
+            shard.is_whole = True
+        elif sha256(shard.growing_path) == shard.sha256:
+            os.fsync(shard.file)
+            os.replace(shard.growing_path, path)
+            self._verified.add(shard)
+            shard.is_whole = True
+
+    def record(self, shard: ShardFile) -> None:
+        """Record which object a whole shard is, for other ways of fetching."""
+        if not self.fetched.has(shard.name, shard.item):
+            self.fetched.add(shard.name, shard.item)
+
+    def delete_growing_of_others(self, ours: set[str]) -> None:
+        """Delete growing files of another pack that was here; `ours`: the paths of this one's."""
+        for path in growing_files(self._folder):
+            if path not in ours:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+
+
+class Verified:
+    """Notes in the folder of which files had the SHA-256 of which shard: a store's digest may be of something else."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._path = os.path.join(index.notes(folder), "arrived.json")
+        self._known = read_note(self._path)
+        self._lock = threading.Lock()
+
+    def has(self, shard: ShardFile) -> bool:
+        identity = self._identity(shard)
+        return identity is not None and self._known.get(shard.name) == identity
+
+    def add(self, shard: ShardFile) -> None:
+        with self._lock:
+            self._known[shard.name] = self._identity(shard)
+            with contextlib.suppress(OSError):  # another node writes it, too; without it, the next start reads the file again
+                write_atomically(self._path, json.dumps(self._known).encode())
+
+    def _identity(self, shard: ShardFile) -> Optional[list]:
+        """Return what changes when the file does; None if there is no file."""
+        with contextlib.suppress(OSError):
+            status = os.lstat(os.path.join(self._folder, shard.name))
+            return [shard.sha256, status.st_size, status.st_mtime_ns]
+        return None
+
+
+def growing(folder: str, shard: str, sha256: str) -> str:
+    """Return the path of a shard's file until it is whole."""
+    return f"{index.unfinished(folder, f'{shard} {sha256}')}.arriving"
+
+
+def growing_files(folder: str) -> list[str]:
+    return glob.glob(f"{glob.escape(index.notes(folder))}/*.arriving")
+
+
+def drop_unfinished(folder: str) -> None:
+    """Delete what has come of unfinished shards, unless a process fetches them: another way of fetching begins anew."""
+    if all(once.is_free(lease(path)) for path in all_states(folder)):
+        for path in growing_files(folder):
+            with contextlib.suppress(FileNotFoundError):  # another rank deletes them, too
+                os.unlink(path)

@@ -1,0 +1,110 @@
+"""A unit of samples comes from the bucket to its place, and counts as there once it was compared: what a thread does."""
+
+import dataclasses
+
+from common.errors import UserError, one_line
+from common.storage.bucket import ObjectChanged
+from common.storage.download import DAMAGED, Damaged
+from common.storage.ranges import Ranges
+from datasets.crc import crc32
+from datasets.packs.passing import Passing
+from datasets.packs.plan import UNIT_BYTES, Samples
+from datasets.packs.shards import ShardFile
+from datasets.packs.state import IN_ITS_SHARD, SignsOfLife, State
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrived:
+    """A thread has brought a unit to its place."""
+
+    unit: slice
+    shard: ShardFile
+    size: int  # bytes
+    was_on_disk: bool
+    turn: int  # AHEAD or IN_TURN, as it was asked for
+
+
+class UnitFetcher:
+    """Fetches units, in any number of threads at a time."""
+
+    def __init__(self, url: str, ranges: Ranges, samples: Samples, state: State, passing: Passing, life: SignsOfLife) -> None:
+        self._url = url
+        self._ranges = ranges
+        self._samples = samples
+        self._state = state
+        self._passing = passing
+        self._life = life
+
+    def fetch(self, shard: ShardFile, unit: slice, turn: int) -> Arrived:
+        """Bring the bytes of a unit to their place, and then say that its samples are there."""
+        was_on_disk = False
+        if shard.passes:
+            size = self._fetch_to_pass(shard, unit)
+        else:
+            was_on_disk = self._fetch_to_keep(shard, unit)
+            size = int(self._samples.end[unit.stop - 1] - self._samples.begin[unit.start])
+        self._life.progress()
+        return Arrived(unit, shard, size, was_on_disk, turn)
+
+    def _fetch_to_pass(self, shard: ShardFile, unit: slice) -> int:
+        """Write each sample to a file of its own. Return how many bytes came."""
+        begin, end = self._first_and_last_byte(unit)
+        content = memoryview(self._right_bytes(shard, unit, begin, end))
+        for number, offset, length, _ in self._samples.rows(unit):
+            self._passing.write(number, content[offset - begin :][:length])
+        return end - begin
+
+    def _fetch_to_keep(self, shard: ShardFile, unit: slice) -> bool:
+        """Write the unit into its shard, with all that lies between its samples. Return whether it was there already.
+
+        A header before a sample comes in the same request. Where there is more, as in shards of others, the samples come first.
+        """
+        samples = self._samples
+        unit_begin = int(samples.begin[unit.start])
+        unit_end = int(samples.end[unit.stop - 1])
+        first_byte, last_byte = self._first_and_last_byte(unit)
+        begin = max(unit_begin, first_byte - UNIT_BYTES)
+        end = min(unit_end, last_byte + UNIT_BYTES)
+        was_on_disk = shard.may_have_bytes and self._is_right(unit, shard.read(end - begin, begin), begin)
+        if not was_on_disk:
+            shard.write(self._right_bytes(shard, unit, begin, end), begin)
+        self._state.place[samples.number[unit]] = IN_ITS_SHARD
+        if not was_on_disk:
+            self._fetch_between(shard, unit_begin, begin)
+            self._fetch_between(shard, end, unit_end)
+        return was_on_disk
+
+    def _fetch_between(self, shard: ShardFile, begin: int, end: int) -> None:
+        """Bring bytes that belong to no sample."""
+        for at in range(begin, end, UNIT_BYTES):
+            length = min(UNIT_BYTES, end - at)
+            shard.write(self._read_range(shard, at, length), at)
+            self._life.progress()
+
+    def _right_bytes(self, shard: ShardFile, unit: slice, begin: int, end: int) -> bytes:
+        """Return these bytes of the object, in which the unit's samples have the checksums of the index."""
+        for _ in range(DAMAGED):
+            content = self._read_range(shard, begin, end - begin)
+            if self._is_right(unit, content, begin):
+                return content
+        place = f"{one_line(self._url)}/{shard.name}, {end - begin} bytes from {begin} on"
+        raise Damaged(f"{place}, arrived {DAMAGED} times with others than its index says")
+
+    def _read_range(self, shard: ShardFile, begin: int, length: int) -> bytes:
+        try:
+            return self._ranges.read(shard.item, begin, length)
+        except ObjectChanged:
+            raise UserError(f"{one_line(self._url)}/{shard.name} has changed since this run began: start again") from None
+
+    def _is_right(self, unit: slice, content: bytes, begin: int) -> bool:
+        """Whether the unit's samples have their checksums in these bytes, of which the first is number `begin` of the shard."""
+        view = memoryview(content)
+        return all(
+            crc32(view[offset - begin :][:length]) == checksum for _, offset, length, checksum in self._samples.rows(unit)
+        )
+
+    def _first_and_last_byte(self, unit: slice) -> tuple[int, int]:
+        """Return where the first sample of a unit begins in its shard, and where the last one ends."""
+        samples = self._samples
+        last = unit.stop - 1
+        return int(samples.offset[unit.start]), int(samples.offset[last] + samples.length[last])
