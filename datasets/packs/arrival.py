@@ -66,7 +66,7 @@ class Arrival:
     since: float  # when the job began to read, by time.monotonic()
 
     def announced(self, batches: Iterable[np.ndarray], number: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield the batches; the samples of each are asked for some batches ahead. `number`: of a sample in the pack."""
+        """Yield the batches; the samples of each are asked for some batches ahead. `number`: of each, in the State."""
         ahead: collections.deque = collections.deque()
         for batch in batches:
             self.want(number[batch])
@@ -76,12 +76,12 @@ class Arrival:
         yield from ahead
 
     def want(self, numbers: np.ndarray) -> None:
-        """Ask for samples that will be read soon, but for those that were asked for lately."""
+        """Ask for samples that will be read soon, but for those that are in their shard or were asked for lately."""
         state = _mapped(self.path, self.samples)
         since = state.wanted[numbers]
         half_forgotten = time.monotonic_ns() - UNREAD_SECONDS // 2 * 10**9
-        is_to_be_asked = (since != NOW) & (since < half_forgotten) & (state.place[numbers] != IN_ITS_SHARD)
-        missing = numbers[is_to_be_asked]
+        is_to_be_asked = (since == 0) | ((since != NOW) & (since < half_forgotten))
+        missing = numbers[is_to_be_asked & (state.place[numbers] != IN_ITS_SHARD)]
         if len(missing):
             state.wanted[missing] = time.monotonic_ns()
             state.ring()
@@ -148,7 +148,7 @@ class _FetcherWatch:
         self._had_failed = False
 
     def note_pause(self) -> None:
-        """Call this after each short pause: if it was long, this process was stopped, and the fetcher perhaps, too."""
+        """Call this after each pause. If it took long, this process was stopped, and the fetcher perhaps, too: count anew."""
         now = time.monotonic()
         if now - self._noted > GAP_SECONDS:
             self._since = now

@@ -77,8 +77,8 @@ class Fetcher:
         self.shards = []
         for shard, samples in zip(content.shards, content.samples.in_shards(len(content.shards))):
             name = shard["name"]
-            path = growing(folder, name, shard["sha256"])
-            self.shards.append(ShardFile(name, shard["size"], shard["sha256"], objects[name], samples, path))
+            growing_path = growing(folder, name, shard["sha256"])
+            self.shards.append(ShardFile(name, shard["size"], shard["sha256"], objects[name], samples, growing_path))
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._under_way = [0, 0]  # units, by their turn
         self._progress = _Progress(url, self.shards, state)
@@ -154,7 +154,7 @@ class Fetcher:
     ) -> None:
         """Have threads fetch what is wanted and, with a few of them, the rest in order, until all of `missing` are finished."""
         unfinished = set(missing)
-        bell = None
+        bell = None  # that was heard last: what is wanted is looked at after each new one
         while unfinished and goes_on():
             self._progress.report_if_due()
             ahead = []
@@ -170,13 +170,17 @@ class Fetcher:
             for event in self._new_events():
                 if isinstance(event, Exception):
                     raise event
-                if isinstance(event, Arrived) and self._count(event):
-                    self._submit(finisher, self._finish, event.shard)
-                elif isinstance(event, Finished) and event.comes_again:
+                if isinstance(event, Arrived):
+                    if self._count(event):
+                        self._submit(finisher, self._finish, event.shard)
+                elif event.comes_again:
                     self._plan.set_missing(event.shard.samples)
-                elif isinstance(event, Finished):
+                else:
                     unfinished.remove(event.shard)
-            self._plan.set_gone(self._passing.drop())
+            dropped = self._passing.drop()
+            if dropped:
+                self._plan.set_gone(dropped)
+                bell = None  # there is room now for what is wanted
             if not any(self._under_way):
                 self._life.progress()  # nobody wants anything
 
@@ -267,7 +271,7 @@ class _Progress:
         rate = max(1, ahead + in_turn) / (now - self._began)
         whole = sum(shard.is_whole for shard in kept)
         line = f"{whole} of {count(len(kept), 'shard')}, {rate / MIB:.1f} MiB/s"
-        if len(kept) == len(self._shards):
+        if len(kept) == len(self._shards):  # else some come again in each epoch, and there is no end to tell
             arrived = ahead + in_turn + on_disk
             total = sum(shard.size for shard in kept)
             line += f", {arrived // MIB} of {total // MIB} MiB, {max(0, total - arrived) / rate:.0f} s left"

@@ -42,7 +42,7 @@ STORED = {"stored_widths": np.int32, "stored_heights": np.int32}  # in format 2;
 
 
 class Arriving(Protocol):
-    """What a pack needs of what it knows while its shards come from a bucket (arrival.Arrival)."""
+    """What a Packed asks for its samples while its shards come from a bucket: an arrival.Arrival."""
 
     def announced(self, batches: Iterable[np.ndarray], number: np.ndarray) -> Iterator[np.ndarray]: ...
 
@@ -66,7 +66,7 @@ class Packed(tree.Tree):
     form: str  # original, or what launch/pack/forms.py made of it
     stored_widths: np.ndarray  # of the pictures in the pack; 0 for one that could not be decoded
     stored_heights: np.ndarray
-    number: np.ndarray  # of a sample in the pack
+    number: np.ndarray  # of each sample of this split, among those of all splits
     arrival: Optional[Arriving]  # while the shards come from a bucket
 
     def crc(self, number: int) -> int:

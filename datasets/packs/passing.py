@@ -14,13 +14,13 @@ from common.storage import listing
 from datasets.packs.shards import ShardFile
 from datasets.packs.state import IN_ITS_FILE, NOW, PASSES, State, long_ago, passing_folder
 
-SHARE = 20  # samples that pass through have at most 1/SHARE of the disk,
-MOST_BYTES = 1 << 30  # and at most so much
+SHARE = 20  # once samples that pass through have 1/SHARE of the disk,
+MOST_BYTES = 1 << 30  # or so much, only those for which a reader waits are asked for
 DROP_SECONDS = 0.05  # between two looks at what was read
 
 
 class Passing:
-    """Owns the files of samples that pass through, up to `most_bytes`, and says in the State that they are there."""
+    """Owns the files of samples that pass through, and says in the State that they are there. `most_bytes`: see choose()."""
 
     def __init__(self, path: str, state: State) -> None:
         """`path`: of the State. What an earlier start has left is deleted."""
@@ -62,7 +62,7 @@ class Passing:
         while self._oldest_first and not self.has_room():
             number, size = self._oldest_first.popleft()
             since = int(self._state.wanted[number])
-            if since == NOW or since > too_old:
+            if since == NOW or (since and since > too_old):  # soon after a boot, too_old is below 0
                 kept.append((number, size))
                 continue
             self._state.place[number] = PASSES
@@ -80,7 +80,7 @@ class Passing:
 def choose(missing: Sequence[ShardFile], folder: str, whole_pack: int, keeps: bool) -> int:
     """Set `passes` of the last shards, for which the disk of `folder` has no room; of all unless `keeps`.
 
-    Return how many bytes of samples may pass through at a time. `whole_pack`: bytes of all shards.
+    Return above how many bytes of samples that pass through no more are asked for. `whole_pack`: bytes of all shards.
     """
     disk = os.statvfs(folder)
     room = disk.f_bavail * disk.f_frsize - listing.SPARE

@@ -23,10 +23,13 @@ class BadIndex(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """The samples of all splits, sorted by their places in the shards. `begin` to `end` of all are all bytes of the shards."""
+    """The samples of all splits, sorted by their places in the shards.
+
+    From `begin` to `end` are a sample's bytes, its header, and what lies between it and the next one: together, all of a shard.
+    """
 
     number: np.ndarray  # of each sample, in the State
-    at: np.ndarray  # where a number of the State is here
+    at: np.ndarray  # of each number in the State, its position here
     shard: np.ndarray
     offset: np.ndarray  # of the sample's own bytes in the shard
     length: np.ndarray
@@ -36,7 +39,7 @@ class Samples:
 
     @staticmethod
     def of(splits: list[dict[str, np.ndarray]], shard_sizes: np.ndarray) -> "Samples":
-        """`splits`: of each one "shard", "offset", "length" and "checksum". BadIndex if samples overlap."""
+        """`splits`: of each one "shard", "offset", "length" and "checksum". BadIndex if samples overlap or a shard has none."""
         together = {name: np.concatenate([split[name] for split in splits]) for name in splits[0]}
         order = np.lexsort((together["offset"], together["shard"]))
         ordered = {name: values[order] for name, values in together.items()}
@@ -48,7 +51,7 @@ class Samples:
         overlaps[first_of_shard] = False
         if overlaps.any() or len(first_of_shard) != len(shard_sizes):
             raise BadIndex("samples overlap, or a shard has none")
-        begin = np.maximum(offset - HEADER_BYTES, end_before)
+        begin = np.maximum(offset - HEADER_BYTES, end_before)  # its header goes with a sample, and the rest with the one before
         begin[first_of_shard] = 0
         last_of_shard = np.append(first_of_shard[1:], len(order)) - 1
         end = np.append(begin[1:], 0)
@@ -79,19 +82,20 @@ class Content:
         """Read the indexes of the splits, which a reader of the pack has checked. BadIndex if they contradict each other."""
         shards: dict[str, dict[str, Any]] = {}  # by name: one may have samples of several splits
         splits = []
-        form = ""
+        forms = set()
         for index in indexes:
             with np.load(io.BytesIO(index), allow_pickle=False) as stored:
                 about = json.loads(bytes(stored["about"]))
                 split = {name: stored[name] for name in ("shard", "offset", "length", "checksum")}
             for shard in about["shards"]:
-                shards.setdefault(shard["name"], shard)
+                if shards.setdefault(shard["name"], shard) != shard:
+                    raise BadIndex(f"{shard['name']} has two descriptions")
             number_of = {name: number for number, name in enumerate(shards)}
             split["shard"] = np.array([number_of[shard["name"]] for shard in about["shards"]])[split["shard"]]
             splits.append(split)
-            form = about["form"]
+            forms.add(about["form"])
         samples = Samples.of(splits, np.array([shard["size"] for shard in shards.values()]))
-        return Content(list(shards.values()), samples, form != "raw")
+        return Content(list(shards.values()), samples, "raw" not in forms)
 
 
 class FetchPlan:
@@ -122,7 +126,7 @@ class FetchPlan:
                 yield self._ask(int(self._samples.at[number]), chosen)
 
     def next(self) -> Optional[slice]:
-        """Return the next unit in the order of the shards; None if all are asked for. Now it is asked for."""
+        """Return the next unit in the order of the shards, which then counts as asked for; None if none of the kept is left."""
         numbers = self._samples.number
         while self._cursor < len(numbers):
             number = numbers[self._cursor]

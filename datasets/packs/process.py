@@ -20,7 +20,7 @@ from common.files import MIB, contents
 from common.storage import once
 from common.storage.bucket import Bucket
 from datasets.packs.fetcher import Fetcher
-from datasets.packs.state import BEAT_SECONDS, SignsOfLife, State, lease, state_path, states_of_this_boot
+from datasets.packs.state import BEAT_SECONDS, IN_ITS_SHARD, SignsOfLife, State, lease, state_path, states_of_this_boot
 
 GAP_SECONDS = 5  # between two looks, after which this process itself was stopped meanwhile
 FROZEN_SECONDS = 30  # without a sign of life, after which another process takes over
@@ -97,9 +97,10 @@ class _FrozenHolder:
         if now - self._looked > GAP_SECONDS:  # this process was stopped, and the other one perhaps, too
             self._since = now
         self._looked = now
+        holder = self._state.holder  # before its pulse: one that takes over shows life first
         silent_since = max(self._state.pulse, self._since)
-        if now - silent_since > FROZEN_SECONDS and self._state.holder is not None:
-            _kill_fetcher(self._state.holder, self._url)
+        if holder is not None and now - silent_since > FROZEN_SECONDS:
+            _kill_fetcher(holder, self._url)
 
 
 def _kill_fetcher(pid: int, url: bytes) -> None:
@@ -111,7 +112,10 @@ def _kill_fetcher(pid: int, url: bytes) -> None:
 
 
 def _fetch_and_say_why_not(order: Order, state: State) -> None:
-    """Fetch, and hold the lease until the job ends: so no other start takes the marks in the State for old ones."""
+    """Fetch, and stay until the job ends: the caller holds the lease, so that no job that starts forgets what is in the State.
+
+    An error is written there, for readers that wait.
+    """
     life = SignsOfLife(state)
     over = threading.Event()
     threading.Thread(target=life.beat, args=(over,), daemon=True).start()
@@ -127,14 +131,20 @@ def _fetch_and_say_why_not(order: Order, state: State) -> None:
             life.progress()
             time.sleep(BEAT_SECONDS)
     except (UserError, TrainingFailed) as error:
-        state.set_failure(error, order.node)
+        _say_why_not(error, order, state)
     except OSError as error:
-        state.set_failure(TrainingFailed(f"{failed}: {error.strerror or error!r}"), order.node)
+        _say_why_not(TrainingFailed(f"{failed}: {error.strerror or repr(error)}"), order, state)
     except Exception as error:
-        state.set_failure(TrainingFailed(f"{failed}: {error!r}"), order.node)
+        _say_why_not(TrainingFailed(f"{failed}: {error!r}"), order, state)
         raise
     finally:
         over.set()
+
+
+def _say_why_not(error: Exception, order: Order, state: State) -> None:
+    state.set_failure(error, order.node)
+    if (state.place == IN_ITS_SHARD).all():  # so no reader waits, and finds the error
+        print(f"warning: {one_line(error)}; all samples are there, and the next start fetches what is missing", flush=True)
 
 
 def _fetch(order: Order, state: State, life: SignsOfLife) -> None:

@@ -68,14 +68,13 @@ class ShardFolder:
         if was_fetched or self._verified.has(shard):
             return True
         path = self.path(shard)
-        if not index.has_size(path, shard.size) or sha256(path) != shard.sha256:
-            return False
-        self._progress()
-        self._verified.add(shard)
-        return True
+        is_right = index.has_size(path, shard.size) and self._sha256(path) == shard.sha256
+        if is_right:
+            self._verified.add(shard)
+        return is_right
 
     def verify_or_delete(self, shard: ShardFile) -> bool:
-        """The same, before anything is fetched: a file that is wrong is deleted."""
+        """Verify a shard's file before anything is fetched, and delete it if it is wrong."""
         path = self.path(shard)
         status = None
         with contextlib.suppress(OSError):
@@ -86,6 +85,11 @@ class ShardFolder:
             if status and not is_right and os.path.samestat(status, os.stat(path)):
                 os.unlink(path)
         return is_right
+
+    def _sha256(self, path: str) -> str:
+        digest = sha256(path)
+        self._progress()
+        return digest
 
     def begin(self, shard: ShardFile) -> None:
         """Open the file of an unfinished shard. What may be right in it is compared before it is fetched again."""
@@ -111,7 +115,7 @@ class ShardFolder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(shard.growing_path)
             shard.is_whole = True
-        elif sha256(shard.growing_path) == shard.sha256:
+        elif self._sha256(shard.growing_path) == shard.sha256:
             os.fsync(shard.file)
             os.replace(shard.growing_path, path)
             self._verified.add(shard)

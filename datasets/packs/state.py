@@ -23,7 +23,8 @@ were written, or have to be in order:
 - PASSES comes before a sample's file is deleted. A reader that saw the old place finds no file, and looks again.
 - `wanted` comes before the bell. On Arm the fetcher may see the bell first and miss what is wanted until the next one. A reader
   that waits rings once a second, so this costs a second and no sample.
-- A failure is longer than a word. A part of it is no JSON, and the reader looks again.
+- A failure is longer than a word. A part of it is no JSON, and the reader looks again; an older one is zeroed first.
+- The holder is two words. Before it is killed, its command line has to be that of a fetcher of the same pack.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ ABSENT, IN_ITS_SHARD, PASSES, IN_ITS_FILE = range(4)  # PASSES: it is not here, 
 NOW = 1  # in State.wanted: a reader waits for the sample. It is less than any time, so these come first
 AHEAD, IN_TURN, ON_DISK = range(3)  # places in State.arrived
 ARRIVED = ("from_bucket_first_mib", "from_bucket_mib", "on_disk_mib")  # what speed.jsonl calls them
-UNREAD_SECONDS = 600  # after which a sample that was wanted, and not read, no longer is
+UNREAD_SECONDS = 600  # after which a sample that was wanted soon, and not read, no longer is
 BEAT_SECONDS = 1.0  # between two signs of life
 STUCK_SECONDS = 60  # without a byte and beyond --patience, after which there are none: a request or the disk never ends
 

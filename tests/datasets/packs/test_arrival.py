@@ -31,7 +31,7 @@ from datasets.crc import crc32
 from datasets.packs import arrival, fetcher, packed, process
 from datasets.packs import state as shared
 from datasets.packs.passing import Passing
-from datasets.packs.plan import FetchPlan
+from datasets.packs.plan import BadIndex, Content, FetchPlan
 from datasets.packs.shards import growing
 from datasets.packs.state import SignsOfLife, State, lease, passing_folder
 from launch.pack import command as pack
@@ -695,3 +695,55 @@ def test_what_the_fetcher_waits_for_is_no_wait_of_its_rank(packs, at, monkeypatc
     said = []
     wait_for(lambda: said.append(capsys.readouterr().out) or "; trying again for " in "".join(said), fetchers[0], "its wait")
     assert pulse.store.text() == ""
+
+
+def test_soon_after_a_boot_what_is_wanted_is_asked_for_and_what_was_read_is_dropped(waiting, monkeypatch):
+    reader, state = waiting
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 60 * 10**9)  # a machine that has run for a minute
+    reader.want(np.array([0, 2]))
+    assert state.wanted.tolist() == [60 * 10**9, 0, 60 * 10**9] and state.bell == 60 * 10**9
+    passing = Passing(reader.path, state)
+    for number in (0, 1):
+        passing.write(number, b"a picture")
+        passing.count(number, 9)
+    assert passing.drop() == [1], "the other is wanted"
+
+
+def test_an_error_that_no_reader_will_find_is_said(waiting, monkeypatch, capfd):
+    reader, state = waiting
+
+    def fetch(*_):
+        state.place[:] = shared.IN_ITS_SHARD
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(process, "_fetch", fetch)
+    assert fetched_by_a_child(reader, monkeypatch) == 0
+    assert (
+        f"warning: cannot fetch {reader.url} to {reader.folder}: No space left on device; all samples are there"
+        in capfd.readouterr().out
+    )
+
+
+def test_who_takes_over_is_not_killed_by_another_that_stands_by(waiting, monkeypatch):
+    """It has found the one before frozen, and then looks who holds the lease."""
+    _, state = waiting
+    killed = []
+    monkeypatch.setattr(process, "FROZEN_SECONDS", -1)
+    monkeypatch.setattr(process, "_kill_fetcher", lambda pid, _: killed.append(pid))
+    holders = iter([7, 8])
+    monkeypatch.setattr(State, "holder", property(lambda _: next(holders)))
+    process._FrozenHolder(state, "s3://none/pack").end_it()
+    assert killed == [7]
+
+
+def test_indexes_that_describe_a_shard_in_two_ways_are_refused(packs):
+    indexes = [(packs["original"][0] / f"{split}-index.npz").read_bytes() for split in ("train", "val")]
+    with np.load(io.BytesIO(indexes[1])) as stored:
+        arrays = dict(stored)
+    about = json.loads(bytes(arrays["about"]))
+    with np.load(io.BytesIO(indexes[0])) as stored:
+        about["shards"][0] = {**json.loads(bytes(stored["about"]))["shards"][0], "size": 1}
+    arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    np.savez(changed := io.BytesIO(), **arrays)
+    with pytest.raises(BadIndex, match=r"train-\d+\.tar has two descriptions"):
+        Content.of([indexes[0], changed.getvalue()])
