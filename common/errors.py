@@ -21,7 +21,7 @@ from typing import Optional, Union
 from common.secrets import mask
 
 # The signals that ask a job to stop, and the exit code of each; SLURM warns with USR1 before its time limit.
-STOP_SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 143}
+STOP_SIGNALS: dict[int, int] = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 143}
 
 
 # Files that platforms show as the reason of a failure: {file: a path that exists only on its platform}.

@@ -148,7 +148,7 @@ def write_aside(path: str, content: Union[bytes, memoryview]) -> None:
 
 
 @contextlib.contextmanager
-def _or_nothing(path):
+def _or_nothing(path: str) -> Iterator[None]:
     try:
         yield
     except BaseException:

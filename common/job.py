@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from typing import Callable, NoReturn, Optional
+from typing import Any, Callable, NoReturn, Optional
 
 from common import moments, packages, progress
 from common.alive import heartbeat
@@ -101,7 +101,7 @@ def run_job(main: Callable[[], None]) -> None:
     moments.announce("leaving", 0)
 
 
-def _run(main):
+def _run(main: Callable[[], None]) -> None:
     try:
         _announcing_failure(main)
     except Exception as given:
@@ -151,7 +151,7 @@ def _end_with_a_traceback(error: Exception) -> NoReturn:
     sys.exit(1)
 
 
-def _announcing_failure(main):
+def _announcing_failure(main: Callable[[], None]) -> None:
     try:
         try:
             main()
@@ -177,7 +177,7 @@ def _leave(text: str, code: int, victim: bool = False) -> NoReturn:
 class _Unfailing(io.FileIO):
     """A file that drops what cannot be written."""
 
-    def write(self, content):
+    def write(self, content: Any) -> int:
         try:
             return super().write(content) or len(content)
         except OSError:

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from typing import Optional
+from typing import Callable, Optional
 
 PYTHON, TORCH = (3, 9), (2, 1)
 FOR_NUMPY_2 = (2, 3)  # the first torch that was built for numpy 2
@@ -56,7 +56,7 @@ def check_python():
     _end_with(python_error(sys.version_info[:2]))
 
 
-def version(name):
+def version(name: str) -> Optional[str]:
     """Return the version of an installed package without importing it; None if it has no metadata."""
     from importlib import metadata
 
@@ -66,20 +66,20 @@ def version(name):
         return None
 
 
-def python_error(python):
+def python_error(python: "tuple[int, ...]") -> Optional[str]:
     """Return an error text if this version of Python, such as (3, 8), is too old for the jobs; else None."""
     if python < PYTHON:
         return f"this is Python {python[0]}.{python[1]}, and the jobs need Python 3.9 and torch 2.1, or later: {ENGINE}"
     return None
 
 
-def missing_error(is_there):
+def missing_error(is_there: Callable[[str], object]) -> Optional[str]:
     """Return an error text that names the needed packages that are not installed; None if all are."""
     names = [name for name in NEEDED if not is_there(name)]
     return f"not installed: {', '.join(names)}; {ENGINE}" if names else None
 
 
-def version_error(torch, numpy):
+def version_error(torch: Optional[str], numpy: Optional[str]) -> Optional[str]:
     """Return an error text if torch is too old, or was built for numpy 1 and numpy is 2 or later; else None."""
     if torch is None:  # it has no metadata; perhaps it was built by hand
         return None
@@ -90,12 +90,12 @@ def version_error(torch, numpy):
     return None
 
 
-def first_two(version):
+def first_two(version: str) -> "tuple[int, ...]":
     """Return the first two numbers of a version: (2, 1) of 2.1.0a0+git1234, (8, 3) of 8.3.RC1."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def _end_with(sentence):
+def _end_with(sentence: Optional[str]) -> None:
     if sentence:
         sys.stderr.write(f"error: {sentence}\n")
         sys.exit(2)

@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import os
 from glob import escape, glob
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ def find(args: argparse.Namespace) -> str:
         its_own = hashlib.sha256(os.fsencode(os.path.realpath(archive))).hexdigest()[:16]
         folder = os.path.join(root, "unpacked", its_own, FOLDER)
 
-    def prepare(held):
+    def prepare(held: Any) -> None:
         if untrusted.is_unpacked(archive, folder):
             return
         if not os.path.exists(archive):
@@ -69,7 +70,7 @@ def place_of(name: str) -> str:
     return own
 
 
-def _may_be_unpacked_again(folder, root, args):
+def _may_be_unpacked_again(folder: str, root: str, args: argparse.Namespace) -> bool:
     """Whether a job may replace the folder if its archive has changed."""
     if os.path.exists(os.path.join(folder, untrusted.NOTE)) or not args.data_url:
         return os.access(root, os.W_OK)  # a read-only one was prepared by a user

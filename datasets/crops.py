@@ -54,12 +54,12 @@ def scaled(window: np.ndarray, whole: tuple[int, int], stored: tuple[int, int]) 
     return top, left, bottom - top, right - left
 
 
-def _scaled(begin, end, whole, stored):
+def _scaled(begin: int, end: int, whole: int, stored: int) -> tuple[int, int]:
     first = min(round(begin * stored / whole), -(-end * stored // whole) - 1)  # the second: the window has less than a pixel
     return first, max(round(end * stored / whole), first + 1)
 
 
-def _largest_in_the_middle(widths, heights):
+def _largest_in_the_middle(widths: np.ndarray, heights: np.ndarray) -> np.ndarray:
     ratio = np.clip(widths / heights, np.exp(LOG_RATIO[0]), np.exp(LOG_RATIO[1]))
     width = np.where(widths / heights > ratio, np.rint(heights * ratio), widths).astype(np.int64)
     height = np.where(widths / heights < ratio, np.rint(widths / ratio), heights).astype(np.int64)
@@ -74,7 +74,7 @@ def uniform(ids: Any, seed: int, epoch: int, draws: Any) -> np.ndarray:
     return (_mix(counter ^ np.array(draws)) >> np.uint64(11)) / float(1 << 53)
 
 
-def _mix(bits):
+def _mix(bits: np.ndarray) -> np.ndarray:
     """Apply the finalizer of splitmix64, in which every input bit affects every output bit."""
     with np.errstate(over="ignore"):
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -111,7 +111,7 @@ def draw_crops_and_flips(ids: torch.Tensor, seed: int, epoch: int) -> tuple[torc
     return bits % span, (bits >> 8) % span, (bits >> 16) & 1
 
 
-def _mix32(bits):
+def _mix32(bits: Any) -> Any:
     """Spread every input bit over all 32 output bits; the multiplier is small enough for int64 not to overflow."""
     for _ in range(2):
         bits = ((bits ^ (bits >> 16)) * 0x45D9F3B) & MASK

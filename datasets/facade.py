@@ -14,7 +14,7 @@ A DALI pipeline exists for one epoch, so the one for validation takes no GPU mem
 import gc
 import os
 from collections.abc import Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
@@ -114,7 +114,7 @@ class Dataset:
     def get_nb_classes(self) -> int:
         return len(self._train.classes)
 
-    def _loader(self, data_set, sampler):
+    def _loader(self, data_set: Any, sampler: Any) -> Any:
         return imagenet.loader(data_set, sampler, self.device, self._workers, self.backend, **self._how)
 
 

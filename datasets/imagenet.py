@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 import numpy as np
@@ -91,7 +91,7 @@ def reads(args: argparse.Namespace) -> arguments.Input:
     )
 
 
-def _remedies(args):
+def _remedies(args: argparse.Namespace) -> Iterator[str]:
     yield from more_workers(args)
     if not args.data_backend.startswith("packed"):
         yield "photographs packed into a few large files (python -m launch pack, then --data_backend packed)"
@@ -179,14 +179,14 @@ def loss_fn(args: argparse.Namespace, train_set: DataSet, device: torch.device) 
     return mixing.WeightedLoss(devices.to_device(weights, device), args.label_smoothing)
 
 
-def _counted(found):
+def _counted(found: Sequence[Any]) -> dict[str, Any]:
     """Return the numbers of training and validation pictures per class, and what was left out, for the report."""
     counts = [np.bincount(files.labels, minlength=len(files.classes)).tolist() for files in (found[0], found[-1])]
     left_out = [[reason, len(names), names[0]] for files in found for reason, names in sorted(files.left_out.items())]
     return {"classes": list(zip(found[0].classes, *counts)), "left_out": left_out}
 
 
-def _find(args):
+def _find(args: argparse.Namespace) -> tuple[list[Any], bool]:
     """Return ([photographs of each needed split], False), or ([all photographs], True) if there is neither train nor val."""
     if args.data_backend.startswith("packed"):
         from datasets.packs import arrival
@@ -210,13 +210,15 @@ def _find(args):
     return [tree.load(os.path.join(root, split), args.input_dir) for split in needed], False
 
 
-def _before(args):
+def _before(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of the run that is resumed or evaluated; {} if there is none, in a trial, and with --min_nodes."""
     nothing = args.prof or args.find_max_batch or args.min_nodes or (args.evaluate and args.weights)
     return {} if nothing else restore.settings_before(args, progress.say)
 
 
-def _settled(args, found, before):
+def _settled(
+    args: argparse.Namespace, found: Sequence[Any], before: dict[str, Any]
+) -> tuple[argparse.Namespace, Optional[str]]:
     """Apply a recipe, except where --weights are evaluated without --recipe; return (arguments, line for the log or None)."""
     if args.evaluate and args.weights and "recipe" not in args.given:
         return args, None  # how they were trained cannot be known
@@ -225,7 +227,7 @@ def _settled(args, found, before):
     return recipe.with_recipe(args, pictures, trained_on, collectives.rank_and_size()[1], before)
 
 
-def _compare_classes(train, val):
+def _compare_classes(train: Any, val: Any) -> None:
     """Raise a UserError unless the classes are equal: a label would mean one class in training and another in validation."""
     if train.classes != val.classes:
         name = sorted(set(train.classes) ^ set(val.classes))[0]

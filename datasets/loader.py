@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator, Iterator
 from typing import Any, Callable, Optional
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils import collate
@@ -78,7 +79,7 @@ class Loader:
                 prepared = self._prepared(batch[:-1], ids, epoch)
             yield prepared, ids, clock.end
 
-    def _prepared(self, batch, _ids, _epoch):
+    def _prepared(self, batch: Any, _ids: Any, _epoch: int) -> Any:
         return pytree.tree_map(lambda leaf: self._move(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch[0])
 
 
@@ -137,7 +138,7 @@ class DeviceLoader(Loader):
     def pixels(self, images: torch.Tensor) -> torch.Tensor:
         return ((images.float() - self._shift) / self._scale).round().clamp(0, 255).to(torch.uint8)
 
-    def _prepared(self, batch, ids, epoch):
+    def _prepared(self, batch: Any, ids: Any, epoch: int) -> Any:
         images, labels = batch
         images = self._move(images)
         if self._augment:
@@ -147,7 +148,7 @@ class DeviceLoader(Loader):
         return images, self._move(_copied(labels))
 
 
-def _copied(kept):
+def _copied(kept: Any) -> Any:
     """Return a copy of a tensor, anything else as it is: a tensor from a loader process holds a file descriptor open."""
     return kept.clone() if isinstance(kept, torch.Tensor) else kept
 
@@ -274,7 +275,7 @@ class HandsOnErrors(torch.utils.data.Dataset):
             text = f"{self._culprit(epoch, ids)}: {type(error).__name__}: {one_line(error)[:300]}"
             raise SampleError(text) from error
 
-    def _load(self, epoch, ids):
+    def _load(self, epoch: int, ids: np.ndarray) -> Any:
         ahead = threading.current_thread().name == THREAD_NAME  # also in a worker process that this thread has forked
         if torch.utils.data.get_worker_info() or not ahead:
             with seeded_batch(self._seed, epoch, int(ids[0]) if len(ids) else 0):
@@ -285,7 +286,7 @@ class HandsOnErrors(torch.utils.data.Dataset):
             progress.warn(DRAWS)
         return batch
 
-    def _culprit(self, epoch, ids):
+    def _culprit(self, epoch: int, ids: np.ndarray) -> str:
         """Return a text that names the first sample that fails when loaded alone, or all samples of the batch if none does."""
         for number in range(len(ids)):
             try:

@@ -65,7 +65,7 @@ def load(args: argparse.Namespace) -> tuple[Pairs, Pairs]:
     return train, test
 
 
-def _folder(args):
+def _folder(args: argparse.Namespace) -> str:
     root = storage.fetch(args.data_url, inputs=args.input_dir)
     require_folder("--data_url", root, f"give a {DATA}")
     return root

@@ -12,8 +12,9 @@ import weakref
 from collections.abc import Iterable
 from multiprocessing import queues
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Callable, Optional
 
+import numpy as np
 import torch
 from torch.utils.data._utils import collate, worker
 
@@ -82,7 +83,7 @@ class WorkerBatches(torch.utils.data.DataLoader):
         self._iterator = None
 
 
-def _join(process, seconds, timeout=None):
+def _join(process: Any, seconds: float, timeout: Optional[float] = None) -> None:
     """Wait at most `timeout` for a worker to end, or `seconds` if the job is told to stop: its next data may never come."""
     type(process).join(process, seconds if STOPS.noted else timeout)
 
@@ -98,7 +99,7 @@ def _make_socket_folder():
             this._config["tempdir"] = folder  # inherited by the processes that it starts
 
 
-def _end_workers_of(reference):
+def _end_workers_of(reference: Callable[[], Any]) -> None:
     """End a loader's workers before Python's exit handler would kill them; `reference` is a weak reference to the loader."""
     loader = reference()
     if loader is not None:
@@ -118,7 +119,7 @@ def begin_worker(_worker: int) -> None:
     of_all_queues._on_queue_feeder_error = _send_error_instead
 
 
-def _but_for_a_lost_reader(kind, error, trace):
+def _but_for_a_lost_reader(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Print an error, except a ConnectionError: the thread that hands over tensors gets one when the job takes no more."""
     if not issubclass(kind, ConnectionError):
         sys.__excepthook__(kind, error, trace)
@@ -195,12 +196,12 @@ def _advise_more():
         )
 
 
-def _within_the_message(storage):
+def _within_the_message(storage: torch.UntypedStorage) -> tuple[Callable[..., Any], tuple]:
     """Reduce a storage to its bytes, which are then pickled into the message; torch would put them into shared memory."""
     return _stored, (torch.empty(0, dtype=torch.uint8).set_(storage).numpy(),)
 
 
-def _stored(content):
+def _stored(content: np.ndarray) -> torch.UntypedStorage:
     return torch.from_numpy(content).untyped_storage()
 
 
@@ -209,7 +210,7 @@ def collate_in_own_memory() -> None:
     COLLATED[torch.Tensor] = _collated
 
 
-def _collated(batch, **how):
+def _collated(batch: list, **how: Any) -> Any:
     info, worker._worker_info = worker._worker_info, None
     try:
         return ORIGINAL(batch, **how)

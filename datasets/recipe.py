@@ -64,7 +64,7 @@ def with_recipe(
     return args, f"{why} {shown} (--recipe imagenet: the settings of ImageNet)"
 
 
-def _of_a_small_folder(args, trained_on, ranks) -> dict[str, Any]:
+def _of_a_small_folder(args: argparse.Namespace, trained_on: float, ranks: int) -> dict[str, Any]:
     # The parts of a total batch: the shares if it has any; in an elastic job, all ranks that there may be; else the ranks.
     parts = args.shares or (args.world.world_size if args.min_nodes else ranks)
     batch = min(BATCH, 2 ** int(math.log2(max(1, trained_on / STEPS))))

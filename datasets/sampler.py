@@ -31,7 +31,7 @@ class EpochSampler:
         """From here on, yield the shares `own` of every global batch, which is cut into `shares` equal ones."""
         self._deal(own, shares, "shares", global_batch)
 
-    def _deal(self, own, shares, parts, global_batch):
+    def _deal(self, own: range, shares: int, parts: str, global_batch: int) -> None:
         _require_within(own, shares, parts)
         self.own, self.shares = own, shares
         self._parts = parts
@@ -70,7 +70,7 @@ class EpochSampler:
         """Return the ids of all ranks' samples in the step that follows the first `consumed` samples of `epoch`."""
         return self._order(epoch)[consumed : consumed + self.global_batch]
 
-    def _order(self, epoch):
+    def _order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng(self.seed + epoch).permutation(self.num_samples)
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -135,7 +135,7 @@ class InOrder:
         return -(-len(range(self.rank, self.num_samples, self.world_size)) // self.batch_size)
 
 
-def _require_within(own, count, parts):
+def _require_within(own: range, count: int, parts: str) -> None:
     if not 0 <= own.start <= own.stop <= count:
         which = own.start if len(own) == 1 else f"{own.start} to {own.stop - 1}"
         raise UserError(f"there is no {parts[:-1]} {which} of {count} {parts}, which are counted from 0")

@@ -19,7 +19,7 @@ import zipfile
 import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, BinaryIO, Callable, Optional
 
 import numpy as np
 
@@ -39,10 +39,10 @@ Wanted = Callable[[str], object]  # whether the content of a file is wanted; it 
 class _Bounded:
     """A stream of at most `limit` bytes, so that neither an archive bomb nor a giant header fills the memory."""
 
-    def __init__(self, stream, limit):
+    def __init__(self, stream: Any, limit: float) -> None:
         self._stream, self._left = stream, limit
 
-    def read(self, size):
+    def read(self, size: int) -> bytes:
         content = self._stream.read(min(size, self._left + 1))
         if len(content) > self._left:
             raise ValueError("it unpacks to more than the data set can hold, or the disk")
@@ -58,7 +58,7 @@ def is_unpacked(archive: str, folder: str) -> bool:
         return False
 
 
-def _identity(archive, status):
+def _identity(archive: str, status: os.stat_result) -> str:
     return json.dumps([os.path.basename(archive), status.st_size, status.st_mtime_ns])
 
 
@@ -108,7 +108,7 @@ def unpack(
 DAMAGES = (tarfile.TarError, zipfile.BadZipFile, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error)
 
 
-def _members(file, most, wanted) -> Iterator[Member]:
+def _members(file: BinaryIO, most: float, wanted: Wanted) -> Iterator[Member]:
     begin = file.read(2)
     head = (begin + file.read(200)).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     file.seek(0)
@@ -127,7 +127,7 @@ def in_tar(stream: Any, wanted: Wanted) -> Iterator[Member]:
     """
     at, more = 0, {}
 
-    def take(size):
+    def take(size: int) -> bytes:
         nonlocal at
         content = stream.read(size)
         if len(content) < size:
@@ -165,7 +165,7 @@ def in_tar(stream: Any, wanted: Wanted) -> Iterator[Member]:
             raise ValueError("it goes on after its end")
 
 
-def _records(said):
+def _records(said: bytes) -> dict[str, Any]:
     """Return {key: value} of the header that says more of the next file. Each record is b"LENGTH KEY=VALUE\\n"."""
     found, at = {}, 0
     while at < len(said):
@@ -179,11 +179,11 @@ def _records(said):
     return found
 
 
-def _plain(name):
+def _plain(name: str) -> str:
     return name.removeprefix("./").replace("//", "/")
 
 
-def _kept(name, size, wanted):
+def _kept(name: str, size: int, wanted: Wanted) -> bool:
     if not is_fetchable_name(name):
         raise ValueError(f"{one_line(name)[:80]!r} in it is no name of a file below a folder")
     if not wanted(name):
@@ -193,7 +193,7 @@ def _kept(name, size, wanted):
     return True
 
 
-def _zipped(file, most, wanted):
+def _zipped(file: BinaryIO, most: float, wanted: Wanted) -> Iterator[Member]:
     with zipfile.ZipFile(file) as archive:
         if sum(member.file_size for member in archive.infolist()) > most:
             raise ValueError("it unpacks to more than the data set can hold, or the disk")
@@ -213,7 +213,7 @@ def _zipped(file, most, wanted):
                 yield name, 0, read
 
 
-def _names_in_zip(archive):
+def _names_in_zip(archive: zipfile.ZipFile) -> list[str]:
     """Return the names of the files. Those that are not said to be UTF-8 are all that or, of Windows in China, all GB 18030."""
     names = [member.filename for member in archive.infolist()]
     old = [number for number, member in enumerate(archive.infolist()) if not member.flag_bits & 0x800]
@@ -230,7 +230,7 @@ class _Array:
 
     array = None
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: Any) -> None:
         _version, shape, dtype, fortran, data = state
         if not isinstance(dtype, _Dtype) or fortran is not False or type(data) is not bytes:
             raise pickle.UnpicklingError("an array that is not plain uint8")
@@ -238,15 +238,15 @@ class _Array:
 
 
 class _Dtype:
-    def __setstate__(self, state):
+    def __setstate__(self, state: object) -> None:
         pass  # byte order and alignment, which uint8 does not have
 
 
-def _reconstruct(*_arguments):
+def _reconstruct(*_arguments: object) -> _Array:
     return _Array()
 
 
-def _dtype(name, *_flags):
+def _dtype(name: object, *_flags: object) -> _Dtype:
     if name not in (b"u1", "u1"):
         raise pickle.UnpicklingError("an array that is not uint8")
     return _Dtype()
@@ -272,7 +272,7 @@ class _BatchUnpickler(pickle._Unpickler):
         ("numpy", "dtype"): _dtype,
     }
 
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._NAMES:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return self._NAMES[module, name]

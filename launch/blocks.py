@@ -176,7 +176,7 @@ def _last_lines(lines: list[str], name: str) -> dict[int, int]:
     return last_lines
 
 
-def _plain(marker):
+def _plain(marker: str) -> str:
     """Return a line that opens or closes a block, without white space and with an ASCII comma, for comparisons."""
     return re.sub(r"\s", "", marker).replace(FULLWIDTH_COMMA, ",")
 

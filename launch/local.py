@@ -24,8 +24,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from typing import IO, Callable
+from collections.abc import Collection, Mapping
+from typing import IO, Any, Callable
 
 from common import arguments
 from common.errors import count
@@ -159,11 +159,16 @@ def start_once(options: argparse.Namespace, kill_at: list[tuple[int, float]], re
         )
 
 
-def _run_nodes(nodes, kill_at, return_at, start_node):
+def _run_nodes(
+    nodes: int,
+    kill_at: list[tuple[int, float]],
+    return_at: list[tuple[int, float]],
+    start_node: Callable[[int], list[subprocess.Popen[bytes]]],
+) -> list[int]:
     processes: dict[int, list[subprocess.Popen[bytes]]] = {}
     relays = []
 
-    def begin(*numbers):
+    def begin(*numbers: int) -> None:
         for node in numbers:
             kill_node(node)  # its earlier processes, if they still run
             processes[node] = start_node(node)
@@ -172,11 +177,11 @@ def _run_nodes(nodes, kill_at, return_at, start_node):
                 relays.append(threading.Thread(target=relay, args=(node, process.stdout)))
                 relays[-1].start()
 
-    def kill_node(node):
+    def kill_node(node: int) -> None:
         for process in processes.get(node, ()):
             kill(process)
 
-    def pass_on(number, _frame):
+    def pass_on(number: int, _frame: object) -> None:
         for process in (process for started in processes.values() for process in started):
             if process.poll() is None:
                 process.send_signal(number)
@@ -196,7 +201,7 @@ def _run_nodes(nodes, kill_at, return_at, start_node):
             signal.signal(number, handler)
 
 
-def _codes(processes, events, lost):
+def _codes(processes: dict[int, list[subprocess.Popen[bytes]]], events: Any, lost: Collection[int]) -> Any:
     """Kill and start nodes as `events` say and wait. Return exit codes, 0 for a killed node of `lost` if the rest succeed."""
     began = time.monotonic()
     while True:

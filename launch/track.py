@@ -45,7 +45,7 @@ def track(run: str, to: str, follow: bool) -> None:
     print(f"{to} has all rows: {follower.rows} were sent now")
 
 
-def _send(run, folder, follower, last):
+def _send(run: str, folder: str, follower: Follower, last: bool) -> bool:
     """Send what is new in the run; return `last`, the last time only if the tracker has all."""
     if is_bucket(run):
         fetch_files(run, folder, (*FILES, follower.record).__contains__)

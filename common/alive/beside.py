@@ -113,7 +113,7 @@ class Beside:
     def join(self, **order: Any) -> None:
         self._send(**order)
 
-    def _send(self, **order):
+    def _send(self, **order: Any) -> None:
         with contextlib.suppress(OSError):  # the watcher has ended, and _listen() calls `lost`
             self._orders.send(json.dumps(order).encode())
 
@@ -134,7 +134,7 @@ def start(rank: int, watch: Callable[[Worker], None], lost: Callable[[], None]) 
     return worker.files, Beside(mine, lost)
 
 
-def _name_this_process(name):
+def _name_this_process(name: str) -> None:
     """Let ps show this name, in place of the command line that the watcher has inherited from its rank."""
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     room = end - begin - 1  # the last byte stays 0, or the kernel would read on beyond it
@@ -142,7 +142,7 @@ def _name_this_process(name):
         ctypes.memmove(begin, name.encode()[:room].ljust(room + 1, b"\0"), room + 1)
 
 
-def _watch(worker, watch, folder) -> NoReturn:
+def _watch(worker: Worker, watch: Callable[[Worker], None], folder: str) -> NoReturn:
     try:
         _name_this_process(f"watcher of rank {worker.rank}")
         for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR2):  # they are meant for the rank

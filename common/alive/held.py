@@ -54,7 +54,7 @@ def children(pid: int) -> Iterator[int]:
             yield from (child for child in found if _session(child) == os.getsid(pid))
 
 
-def _session(pid):
+def _session(pid: int) -> Optional[int]:
     with contextlib.suppress(OSError):  # it has ended
         return os.getsid(pid)
     return None
@@ -71,6 +71,6 @@ def state(place: str) -> str:
     return _read(f"{place}/stat").rpartition(")")[2].split()[0]
 
 
-def _read(path):
+def _read(path: str) -> str:
     with open(path) as file:
         return file.read()

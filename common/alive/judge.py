@@ -70,13 +70,13 @@ def summarize(statuses: list[Status]) -> Summary:
     }
 
 
-def _limit(phase):
+def _limit(phase: str) -> float:
     """Return how many seconds a phase may last without progress. A --patience below the default shortens only training."""
     times = patience.limit() / patience.DEFAULT
     return heartbeat.PHASES[phase] * (times if phase in heartbeat.STEP_PHASES else max(1.0, times))
 
 
-def _progress(status):
+def _progress(status: Status) -> tuple[int, int, int]:
     return status["steps"], heartbeat.STEP_PHASES.index(status["phase"]), status["rank"]
 
 

@@ -13,14 +13,14 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, Optional
 
 from common import world
 from common.alive import heartbeat
 from common.alive.judge import Judge
 from common.alive.watch import Watch
 from common.alive.wire import channel, hub, secret
-from common.alive.worker import Worker
+from common.alive.worker import Fault, Worker
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line, report_failure
 from common.files import scratch_folder
 from common.machine import cores, malloc
@@ -96,12 +96,12 @@ class Supervisor(Watch):
             raise
         return self._send_go(0)
 
-    def _send_go(self, attempt):
+    def _send_go(self, attempt: int) -> dict[str, Any]:
         go = {"attempt": attempt, "address": self.hub.address(), "port": network.free_port()}
         self.hub.send(go=go)
         return go
 
-    def _meet_again(self, go):
+    def _meet_again(self, go: dict[str, Any]) -> dict[str, Any]:
         """Wait until all nodes have ended their workers; return the next attempt's start message, or raise TrainingFailed."""
         self.verdict, self.judge = None, Judge(self.ranks)
         self.finished, ready = set(), set()
@@ -130,7 +130,7 @@ class Supervisor(Watch):
                 return self._send_go(attempt)
         raise TrainingFailed(f"the nodes did not meet again within {self.join_seconds:.0f} s (--join_seconds)")
 
-    def _start_workers(self, go, folder):
+    def _start_workers(self, go: dict[str, Any], folder: str) -> None:
         from torch.distributed.elastic.multiprocessing import SignalException
 
         here = self.here
@@ -196,7 +196,7 @@ class Supervisor(Watch):
             if self.verdict:
                 return self._carry_out(self.verdict)
 
-    def _carry_out(self, verdict):
+    def _carry_out(self, verdict: Fault) -> Optional[int]:
         restart = verdict["restart"] and self.attempt < self.max_restarts and not self.stop_signal
         for worker in self.workers:
             if worker.rank == verdict.get("stack_of"):
@@ -216,7 +216,7 @@ class Supervisor(Watch):
     def _all_finished(self):
         return self.own_finished() if self.here.num_nodes == 1 else len(self.finished) == self.here.num_nodes
 
-    def _on_signal(self, number, _frame):
+    def _on_signal(self, number: int, _frame: object) -> None:
         if not self.workers:  # still waiting for the other nodes: there is nothing to save
             sys.exit(STOP_SIGNALS[number])
         if self.stop_signal is None:

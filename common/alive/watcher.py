@@ -16,7 +16,7 @@ from common.alive.beside import Beside
 from common.alive.judge import CASCADE_SECONDS, Judge
 from common.alive.watch import Watch
 from common.alive.wire import channel, hub
-from common.alive.worker import Worker
+from common.alive.worker import Fault, Worker
 from common.errors import STOP_SIGNALS, UserError, one_line, report_failure
 from common.world import World
 
@@ -69,7 +69,7 @@ class Watcher(Watch):
                 self._carry_out(self.verdict)
                 return
 
-    def _warn(self, verdict):
+    def _warn(self, verdict: Fault) -> bool:
         """In a terminal, warn of the only rank, once, if it hangs or is stopped; return False otherwise."""
         worker = self.workers[0]
         if not self._only_warns or worker.code is not None:
@@ -80,7 +80,7 @@ class Watcher(Watch):
         self.verdict, self.judge = None, Judge(self.ranks)
         return True
 
-    def _leave(self, seconds):
+    def _leave(self, seconds: float) -> bool:
         """Whether this watcher may end, `seconds` after its rank has: it may have to wait for the others or a verdict."""
         if self.own_finished():
             if self.connection:
@@ -106,10 +106,10 @@ class Watcher(Watch):
         except UserError as error:
             self._say(f"warning: this rank is not watched: {error}")
 
-    def _say(self, text):
+    def _say(self, text: str) -> None:
         print(f"rank {self.here.rank}: {one_line(text)}", flush=True)
 
-    def _carry_out(self, verdict):
+    def _carry_out(self, verdict: Fault) -> None:
         worker, rank = self.workers[0], self.here.rank
         if rank == verdict.get("stack_of"):
             print(worker.stack(), end="", file=sys.stderr, flush=True)

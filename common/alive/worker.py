@@ -78,7 +78,7 @@ class Worker:
         self.code = self.process.poll()
         self.stopped_since = (self.stopped_since or now) if self._is_stopped() else None
 
-    def _look_for_a_disk(self, now):
+    def _look_for_a_disk(self, now: float) -> None:
         """Report (shared memory, log) when the kernel begins or ceases to block the rank on a disk; the rank itself cannot."""
         disk, longest = self.pulse.disk, patience.limit()
         idle = self.code is None and (now - self.changed > held.least_seconds() or disk.text())

@@ -37,7 +37,7 @@ def number(
     ]
     bounds = [(word, limit, holds) for word, limit, holds in bounds if limit is not None]
 
-    def parse(text):
+    def parse(text: str) -> Any:
         with contextlib.suppress(ValueError, OverflowError):
             value = kind(text)
             if (
@@ -100,12 +100,12 @@ class Parser(argparse.ArgumentParser):
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Formats --help: the job's docstring as it is written, and the default of each option that has one."""
 
-    def _get_help_string(self, action):
+    def _get_help_string(self, action: argparse.Action) -> Optional[str]:
         if action.type is boolean and action.default is not None:
             return f"{action.help} (default: {str(action.default).lower()})"
         return action.help if action.default is None else super()._get_help_string(action)
 
-    def _get_default_metavar_for_optional(self, action):
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return "true|false" if action.type is boolean else super()._get_default_metavar_for_optional(action)
 
 
@@ -220,7 +220,7 @@ def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Par
     return parser
 
 
-def _trackers(text):
+def _trackers(text: str) -> str:
     names = dict.fromkeys(text.split(","))
     if wrong := [name for name in names if name not in TRACKERS]:
         raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(TRACKERS)}")
@@ -291,7 +291,7 @@ def replaced(args: argparse.Namespace, **values: Any) -> Arguments:
     return Arguments(**{**vars(args), **values})
 
 
-def _which_device(args):
+def _which_device(args: argparse.Namespace) -> None:
     """Set --enable_gpu according to --device, if that is given; raise UserError if the two contradict each other."""
     if args.device and args.enable_gpu in (None, args.device != "cpu"):
         args.enable_gpu = args.device != "cpu"

@@ -76,13 +76,13 @@ def _may_be_its_value(parser: argparse.ArgumentParser, word: str) -> bool:
     return not (takes_arguments or word.startswith("-") or os.sep in word or os.path.exists(word))
 
 
-def _our_name(parser, name):
+def _our_name(parser: argparse.ArgumentParser, name: str) -> str:
     """Return --batch_size for --batch-size if there is such an option; any other name unchanged."""
     ours = "--" + name[2:].replace("-", "_")
     return ours if name.startswith("--") and ours in parser._option_string_actions else name
 
 
-def _with_value(name, value):
+def _with_value(name: str, value: str) -> list[str]:
     if not value:
         return []
     return [name if value == "--" else f"{name}={value}"]  # `--` would be taken for the end of the options
@@ -132,7 +132,7 @@ def nearest(name: str, known: Collection[str]) -> Optional[str]:
     return next(iter(begins or difflib.get_close_matches(meant, known, n=1, cutoff=0.75)), None)
 
 
-def _stands_alone(word, known):
+def _stands_alone(word: str, known: Collection[str]) -> str:
     """Return the error text for a short option such as -b, or for a word that belongs to no option."""
     shown = one_line(word)[:80]
     if re.fullmatch(r"-[A-Za-z].*", word):

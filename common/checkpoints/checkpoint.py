@@ -61,7 +61,7 @@ def estimated_size(state: dict) -> int:
     return 2 * size_of(state["model"]) + size_of(state)
 
 
-def _encode_manifest(manifest):
+def _encode_manifest(manifest: Any) -> bytes:
     return json.dumps(manifest, indent=1).encode()
 
 
@@ -95,7 +95,7 @@ def write(folder: str, state: dict, about: dict) -> None:
     give_name(manifest_path)
 
 
-def _manifests(folder):
+def _manifests(folder: str) -> list[tuple[int, int, str]]:
     """Return sorted [(start's number, samples seen, name)] of the manifests. Only names from a bucket have numbers above 1."""
     there = [(names.parse(name), name) for name in os.listdir(folder)] if os.path.isdir(folder) else []
     return sorted((its.start, its.samples, name) for its, name in there if its and its.ending == "json")
@@ -137,7 +137,7 @@ def read_verified(path: str) -> tuple[dict, bytes]:
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 
-def _read_manifest(path, content):
+def _read_manifest(path: str, content: bytes) -> dict[str, Any]:
     """Return the manifest in `path`; raise one of _DAMAGE unless it describes `content`."""
     encoded = contents(path)
     manifest = json.loads(encoded)
@@ -172,7 +172,7 @@ def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
     return state, about
 
 
-def _are_alike(about, manifest):
+def _are_alike(about: object, manifest: object) -> bool:
     try:
         return _encode_manifest(about) == _encode_manifest(manifest)
     except (TypeError, ValueError, RecursionError):  # there is a tensor in it, for instance
@@ -221,7 +221,7 @@ def sweep(folder: str, left: Iterable[str] = ()) -> None:
                 os.replace(manifest, re.sub(r"pt$", "json", ours))
 
 
-def _describes(manifest, path):
+def _describes(manifest: str, path: str) -> bool:
     try:
         return bool(_read_manifest(manifest, contents(path)))
     except _DAMAGE:

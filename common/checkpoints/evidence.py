@@ -59,7 +59,7 @@ class Evidence:
             self._write({"step": [epoch, consumed], "ids": ids.tolist()})
         self.note_step_begins(-1, -1)
 
-    def _write(self, line):
+    def _write(self, line: dict[str, Any]) -> None:
         with self._or_untrue():
             append(self._ledger, json.dumps({**line, "t": time.time()}).encode() + b"\n")
 

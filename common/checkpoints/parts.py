@@ -89,7 +89,7 @@ def restore(run: Any, state: dict, path: str, within_epoch: bool) -> None:
             part.load_state_dict(saved)
 
 
-def _restore_optimizer(run, name, state, path, within_epoch):
+def _restore_optimizer(run: Any, name: str, state: dict[str, Any], path: str, within_epoch: bool) -> None:
     part, saved, kept = run.parts[name], state[name], state["run"]
     groups, known = [*saved["param_groups"]], len(part.param_groups)
     sizes = [[len(group["params"]) for group in all_of_them] for all_of_them in (groups[:known], part.param_groups)]
@@ -125,11 +125,11 @@ def complete(optimizer: Optimizer) -> None:
                 optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
-def _state(part):
+def _state(part: Any) -> Any:
     return _plain(part.state_dict()) if is_schedule(part) else part.state_dict()
 
 
-def _plain(value):
+def _plain(value: Any) -> Any:
     """Return a copy in plain dicts and lists, without the functions in dicts, which each start creates anew."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if not callable(item)}
@@ -143,11 +143,11 @@ def named_weights(run: Any) -> dict[str, torch.nn.Parameter]:
     return {**named, **dict(run.model.named_parameters())}
 
 
-def _frozen(run):
+def _frozen(run: Any) -> list[str]:
     return [name for name, weight in named_weights(run).items() if not weight.requires_grad]
 
 
-def _added(run, name):
+def _added(run: Any, name: str) -> list[list[str]]:
     """Return, for each parameter group that optimizer `name` has got since Run.resume(), the names of its weights."""
     names = {weight: one for one, weight in named_weights(run).items()}
     groups = [group["params"] for group in run.parts[name].param_groups[len(run.made[name]) :]]
@@ -159,7 +159,7 @@ def _added(run, name):
     return [[names[weight] for weight in group] for group in groups]
 
 
-def _merged(run, name, saved, made, before):
+def _merged(run: Any, name: str, saved: dict[str, Any], made: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """Return options: `saved`, but this start's (`made`) where they differ from the last one's (`before`); fill run.changed."""
     others = {key for key in made.keys() & before.keys() if not bool(torch.as_tensor(made[key] == before[key]).all())}
     for key in others - NOT_LISTED:
@@ -168,7 +168,7 @@ def _merged(run, name, saved, made, before):
     return {**made, **saved, **{key: made[key] for key in others}}
 
 
-def _restore_schedule(run, name, saved, before):
+def _restore_schedule(run: Any, name: str, saved: dict[str, Any], before: dict[str, Any]) -> None:
     part, made = run.parts[name], copy.deepcopy(run.made[name])
     merged = _merged(run, name, saved, made, before)
     if isinstance(part, lr_scheduler.ReduceLROnPlateau):
@@ -186,7 +186,7 @@ def _restore_schedule(run, name, saved, before):
                 part.step()
 
 
-def _of_the_kinds(saved, made):
+def _of_the_kinds(saved: Any, made: Any) -> Any:
     """Return `saved` with the objects of `made` where they are equal, as a checkpoint has plain dicts in place of Counters."""
     if saved == made:
         return made
@@ -197,5 +197,5 @@ def _of_the_kinds(saved, made):
     return saved
 
 
-def _steps(saved):
+def _steps(saved: dict[str, Any]) -> int:
     return saved["last_epoch"] if "last_epoch" in saved else _steps(saved["_schedulers"][0])

@@ -56,7 +56,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def _read_weights(path):
+def _read_weights(path: str) -> tuple[Any, bool]:
     try:
         its = names.parse(os.path.basename(path))
         if its and its.ending == "pt" and os.path.exists(re.sub(r"pt$", "json", path)):
@@ -81,7 +81,7 @@ def _read_weights(path):
     return content, True
 
 
-def _weights(path):
+def _weights(path: str) -> bytes:
     """Return the bytes of a file of weights; of any other file, which may have gigabytes, only the first 100."""
     from common.weights.tensors import begins
 
@@ -101,7 +101,7 @@ def local_weights(path: str, inputs: str, say: Callable) -> str:
     url, name = os.path.split(path)
     folder = local_folder(url, inputs)
 
-    def bring(lease):
+    def bring(lease: once.Lease) -> None:
         place = bucket.Bucket(url, say)
         items = {place.relative(item.key): item for item in place.items(place.below() + name.removesuffix(".pth"))}
         wanted = {here: items[here] for here in (name, name + DIGEST, beside(name)) if here in items}
@@ -122,7 +122,7 @@ def about_weights(path: str) -> dict[str, Any]:
     return {}
 
 
-def _fits(name, value):
+def _fits(name: str, value: Any) -> bool:
     if name in ("mean", "std"):
         return len(value) == 3 and all(type(number) is float and number > (-1 if name == "mean" else 0) for number in value)
     return name != "crop_pct" or 0 < value <= 1

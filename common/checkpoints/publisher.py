@@ -206,10 +206,10 @@ class Publisher:
             return self._there.get(name) == (status.st_size, status.st_mtime_ns)
         return False
 
-    def _path(self, name):
+    def _path(self, name: str) -> str:
         return os.path.join(self._folder, name) if name else self._folder
 
-    def _upload(self, name, content):
+    def _upload(self, name: str, content: Optional[bytes]) -> None:
         copy = self._starts.copy_of(name)
         to = copy or self._starts.named(name)
         if content is None:
@@ -242,7 +242,7 @@ def _order(name: str) -> tuple:
     return (0, -its.samples, its.ending == "json") if its else (1, 0, name)
 
 
-def _ending(name):
+def _ending(name: str) -> Optional[str]:
     its = names.parse(name, names.FOLDER)
     return its and its.ending
 

@@ -112,7 +112,7 @@ def settings_before(args: argparse.Namespace, say: Callable) -> dict:
     return found[1]["arguments"] if found else {}
 
 
-def _from_path(args, say):
+def _from_path(args: argparse.Namespace, say: Callable[[str], None]) -> Checkpoint:
     """Return the checkpoint of --resume PATH; UserError if this run's folder has it and later ones, without --overwrite."""
     state, about, path = _named(args, say)
     later = [number for number in checkpoint.numbers(args.checkpoint_dir) if number > about["samples_seen"]]
@@ -125,7 +125,7 @@ def _from_path(args, say):
     return state, about, path
 
 
-def _named(args, say):
+def _named(args: argparse.Namespace, say: Callable[[str], None]) -> Checkpoint:
     """Return the checkpoint of --resume PATH: a file, or the newest in a folder."""
     path = args.resume
     if is_bucket(path):
@@ -151,7 +151,7 @@ def _named(args, say):
     return (*checkpoint.read(path), path)
 
 
-def _inside(path, folder):
+def _inside(path: str, folder: str) -> bool:
     return os.path.dirname(os.path.realpath(path)) == os.path.realpath(folder)
 
 

@@ -128,13 +128,13 @@ class RunBucket:
         self._say(f"published to {self._args.output_url}")
 
 
-def _has_less(path, item, name):
+def _has_less(path: str, item: bucket.Item, name: str) -> bool:
     if not os.path.exists(path):
         return True
     return bool(GROWS.fullmatch(name)) and os.path.getsize(path) < item.size
 
 
-def _bring(place, items, start, samples, folder):
+def _bring(place: bucket.Bucket, items: dict[str, bucket.Item], start: int, samples: int, folder: str) -> None:
     """Fetch checkpoint N-START.pt (or N.pt) of the bucket as N.pt; raise Damaged if it is incomplete or damaged."""
     theirs, ours = _files_of(names.of_checkpoint(samples, "pt", start)), _files_of(names.of_checkpoint(samples, "pt"))
     if names.FOLDER + theirs[0] not in items:
@@ -148,12 +148,12 @@ def _bring(place, items, start, samples, folder):
         raise download.Damaged(str(error)) from None
 
 
-def _files_of(name):
+def _files_of(name: str) -> list[str]:
     """Return the names of a checkpoint's files: tensors, a manifest that a killed start did not rename, and the manifest."""
     return [name, *(re.sub(r"pt$", ending, name) for ending in (names.UNFINISHED, "json"))]
 
 
-def _refuse_another_history(place, theirs, ours, args):
+def _refuse_another_history(place: bucket.Bucket, theirs: tuple[int, int], ours: int, args: argparse.Namespace) -> None:
     """Raise UserError if the manifests of checkpoints `theirs`, in the bucket, and `ours`, on the disk, name different runs."""
     key = place.below() + names.FOLDER + names.of_checkpoint(theirs[1], "json", theirs[0])
     content = place.ask("get_object", key, work=lambda answer: answer["Body"].read())
@@ -165,7 +165,7 @@ def _refuse_another_history(place, theirs, ours, args):
         )
 
 
-def _run_id(manifest):
+def _run_id(manifest: bytes) -> Optional[str]:
     try:
         return json.loads(manifest).get("run")
     except (ValueError, AttributeError, RecursionError):

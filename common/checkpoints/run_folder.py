@@ -118,7 +118,7 @@ def describe_room(folder: str, size: int) -> str:
     )
 
 
-def _not_writable(folder, error):
+def _not_writable(folder: str, error: OSError) -> Exception:
     return of_a_file(error, f"cannot write to {folder}: {error.strerror}; give another --output_dir")
 
 
@@ -147,7 +147,7 @@ def lock(folder: str) -> None:
             return  # a mounted store without locks
 
 
-def _let_go(held):
+def _let_go(held: list[int]) -> None:
     """Close the lock file in a forked process, such as a loader worker, which would keep the lock if it outlived its parent."""
     while held:
         os.close(held.pop())

@@ -74,11 +74,11 @@ class Saving:
     def _there(self):
         return set().union(*(place.manifests() for place in self._places))
 
-    def _claim(self, afresh):
+    def _claim(self, afresh: bool) -> None:
         for place in self._places:
             place.claim(afresh)
 
-    def _delete_what_is_not_wanted(self, found, afresh):
+    def _delete_what_is_not_wanted(self, found: Optional[restore.Checkpoint], afresh: bool) -> None:
         """Delete nodes.json; the whole run if `afresh`; checkpoints after PATH with --resume PATH --overwrite true."""
         files.remove(os.path.join(self._args.output_dir, "nodes.json"))
         for place in self._places if afresh else ():
@@ -123,7 +123,7 @@ class Saving:
         except OSError as error:
             raise TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; {self.last_good()}") from None
 
-    def _write(self, state, about, weights_of_epoch):
+    def _write(self, state: dict[str, Any], about: dict[str, Any], weights_of_epoch: Optional[int]) -> None:
         folder, output_dir = self._args.checkpoint_dir, self._args.output_dir
         if not checkpoint.finite(state["model"]):
             raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}")
@@ -144,7 +144,7 @@ class Saving:
         for copy in self._copies:
             copy.saved(self._surplus(about))
 
-    def _surplus(self, about):
+    def _surplus(self, about: dict[str, Any]) -> Callable[..., Any]:
         return functools.partial(checkpoint.surplus, keep=self._args.keep, about=about, damaged=self._damaged)
 
     def require_ours(self) -> None:
@@ -162,7 +162,7 @@ class Saving:
             copy.finish(in_a_hurry)
 
 
-def _of_the_epoch(state, about):
+def _of_the_epoch(state: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
     """Return the contents of the JSON file beside the weights of an epoch."""
     row, options = state["run"]["history"][-1], about["arguments"]
     metrics = {name: value for name, value in row.items() if name not in ("epoch", "steps", "samples")}
@@ -170,6 +170,6 @@ def _of_the_epoch(state, about):
     return {"epoch": row["epoch"], "metrics": metrics, "classes": about["classes"], **said}
 
 
-def _beyond(found, there):
+def _beyond(found: Optional[restore.Checkpoint], there: set[tuple]) -> set[tuple]:
     """Return the checkpoints in `there` that are newer than `found`, the one to go on from; all of them if it is None."""
     return {one for one in there if not found or one[0] > found[1]["samples_seen"]}

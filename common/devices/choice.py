@@ -2,7 +2,8 @@
 
 import argparse
 import os
-from typing import Optional
+from collections.abc import Sequence
+from typing import Optional, Protocol
 
 import torch
 
@@ -12,6 +13,15 @@ from common.devices.kinds import COMPILE, KINDS, count, slices
 from common.errors import UserError
 
 TO_THE_CPU = "--enable_gpu false to train on the CPU"
+
+
+class Place(Protocol):
+    """What a choice needs to know of where this process is (world.World)."""
+
+    @property
+    def local_rank(self) -> int: ...
+
+    def owns_the_only(self, gpus: int) -> bool: ...
 
 
 def choose(args: argparse.Namespace) -> torch.device:
@@ -48,7 +58,7 @@ def choose(args: argparse.Namespace) -> torch.device:
     return device
 
 
-def _number(here, cut):
+def _number(here: Place, cut: Sequence[str]) -> int:
     seen = count()
     number = 0 if here.local_rank < len(cut) or here.owns_the_only(seen) else here.local_rank
     if number >= seen:
@@ -57,7 +67,7 @@ def _number(here, cut):
     return number
 
 
-def _choose_algorithms(kind, deterministic):
+def _choose_algorithms(kind: kinds.Kind, deterministic: bool) -> None:
     """If `deterministic`, let torch take only algorithms that give the same bits each time; else let cuDNN seek the fastest."""
     torch.backends.cudnn.benchmark = not deterministic
     if deterministic:

@@ -113,7 +113,7 @@ def versions_apart() -> Optional[str]:
     return misfit(torch.__version__.split("+")[0], _version("torch_npu"), drivers.cann())
 
 
-def _version(package):
+def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -42,7 +42,7 @@ def seeded_batch(seed: int, epoch: int, sample: int) -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
-def _seed(seed, number, part):
+def _seed(seed: int, number: int, part: int) -> int:
     mixed = (seed * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9 + part * 0x94D049BB133111EB) % 2**64
     mixed = ((mixed ^ (mixed >> 31)) * 0x7FB5D329728EA185) % 2**64 >> 1
     random.seed(mixed)

@@ -11,18 +11,20 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable, Optional
 
 from common.address import is_bucket
 from common.alive import heartbeat
+from common.alive.supervisor import Supervisor
 from common.doctor import checks, stores
 from common.doctor.meeting import meet_and_compare_clocks, not_met
 from common.doctor.table import BAD, Finding, bad, doubtful, good, refusal, table
 from common.errors import TrainingFailed, UserError, count, is_victim, one_line
 from common.moments import REPLACED
 from common.secrets import mask
-from common.world import folders, naming
+from common.world import World, folders, naming
 
 FILE = "ANYRANK_DOCTOR"  # set by the doctor of a node for its ranks: the file into which rank 0 writes the ranks' findings
 
@@ -82,7 +84,7 @@ class Examination:
             sys.exit(int(bool(code) or self._is_bad()))
         sys.exit(self.show())
 
-    def _collect(self, supervisor):
+    def _collect(self, supervisor: Supervisor) -> None:
         for node, hello in supervisor.hub.hellos.items() if supervisor.hub else ():
             self.findings += decode(hello.get("findings") or [])
             self.add(checks.check_clock(hello["ahead"], "node 0"), node)
@@ -104,7 +106,7 @@ class Examination:
         if not (here.level == "node" or here.world_size == 1 or heartbeat.has_parent()):
             self._meet(here)
 
-    def _meet(self, here):
+    def _meet(self, here: World) -> None:
         try:
             missing, others = meet_and_compare_clocks(here, self._seconds, self.findings)
         except UserError as error:
@@ -174,7 +176,7 @@ class Examination:
         return any(finding.severity == BAD for _, finding in self.findings)
 
 
-def _of_node(args, here):
+def _of_node(args: argparse.Namespace, here: World) -> Iterator[Finding]:
     """Yield the findings of the checks that one process makes of its node before the job begins."""
     yield checks.check_place(here)
     yield checks.check_gpus(args.enable_gpu, here, checks.cards())

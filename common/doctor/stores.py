@@ -55,7 +55,7 @@ def check_output(folders: list[str]) -> Finding:
     return good("output", f"{one_line(folders[0])} can be written to, and a rename replaces a file whole")
 
 
-def _try_rename(folder):
+def _try_rename(folder: str) -> None:
     """Raise OSError if a rename in `folder` does not replace a file; try again if another node has just removed the folder."""
     for number in range(TRIES):
         try:
@@ -72,7 +72,7 @@ def _try_rename(folder):
                 raise
 
 
-def _missing(folder):
+def _missing(folder: str) -> list[str]:
     """Return the folders that os.makedirs(folder) would make, the innermost first."""
     missing, path = [], os.path.abspath(folder)
     while not os.path.lexists(path):
@@ -81,7 +81,7 @@ def _missing(folder):
     return missing
 
 
-def _existing(folder):
+def _existing(folder: str) -> str:
     return os.path.dirname(missing[-1]) if (missing := _missing(folder)) else folder
 
 
@@ -128,7 +128,7 @@ def check_bucket(
         yield doubtful(*disk[1:3], "what has no room comes again in every epoch") if passes and disk.severity == BAD else disk
 
 
-def _list(place, patience):
+def _list(place: bucket.Bucket, patience: Patience) -> tuple[dict[str, int], bool, float]:
     """Return ({key: size}, whether these are all, seconds by which this node's clock is ahead of the store's)."""
     sizes, marker, began = {}, "", time.monotonic()
     while True:
@@ -161,5 +161,5 @@ def check_web(url: str) -> Finding:
     return good("data", f"{one_line(url)[:200]}: {size(length)}")
 
 
-def _size_of_files(folder):
+def _size_of_files(folder: str) -> int:
     return sum(os.path.getsize(os.path.join(where, name)) for where, _, names in os.walk(folder) for name in names)

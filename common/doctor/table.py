@@ -69,6 +69,6 @@ def table(findings: Sequence[tuple[Optional[int], Finding]]) -> str:
     return "\n".join(lines)
 
 
-def _place_in_table(line):
+def _place_in_table(line: tuple[Optional[int], Finding]) -> tuple[int, int, int]:
     node, finding = line
     return SEVERITIES.index(finding.severity), ORDER.index(finding.what), node or 0

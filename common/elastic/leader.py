@@ -78,7 +78,7 @@ class Leader:
 
     # --- The next generation ---
 
-    def _decide(self, now):
+    def _decide(self, now: float) -> None:
         """Form a new group when ranks start, join, are lost or break off a step; wait or stop if too few nodes are left."""
         parent, last = self._parent, self._parent.generation
         ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._lost]
@@ -108,7 +108,7 @@ class Leader:
         else:
             self._announce(there.ranks, why, writes=min(set(there.ranks) - there.new, default=None))
 
-    def _gather(self, now):
+    def _gather(self, now: float) -> bool:
         """Whether a new leader has waited enough for reports of the nodes; nodes that ended or are late are marked as lost."""
         parent = self._parent
         for node, address, port in parent.generation["nodes"] if self._gather_until else ():
@@ -126,7 +126,7 @@ class Leader:
         self._gather_until = 0.0
         return True
 
-    def _wait_for_more(self, ranks, why, now):
+    def _wait_for_more(self, ranks: list[int], why: str, now: float) -> None:
         parent = self._parent
         fewer, seconds = f"fewer than --min_nodes {parent.min_nodes}", f"{parent.join_seconds:.0f} s"
         if not self._short_since:
@@ -135,7 +135,7 @@ class Leader:
         if now - self._short_since > parent.join_seconds:
             self._announce(ranks, f"{why}; {fewer} remained for {seconds}", stop=True)
 
-    def _announce(self, ranks, why, stop=False, writes=None):
+    def _announce(self, ranks: list[int], why: str, stop: bool = False, writes: Optional[int] = None) -> None:
         """Send the next generation (group of ranks), with these ranks, to all nodes. `stop`: the run is to end.
         `writes`: the rank that writes the files from now on, if the one before is lost; None: the first of the ranks."""
         parent, last = self._parent, self._parent.generation
@@ -164,7 +164,7 @@ class Leader:
 
     # --- Nodes that leave, and node 0 ---
 
-    def _answer_stops(self, now):
+    def _answer_stops(self, now: float) -> None:
         """Stop the job if too few nodes would remain without those told to stop; else let these leave after STOP_SECONDS."""
         parent = self._parent
         if not self._stops or parent.stop_signal:
@@ -181,7 +181,7 @@ class Leader:
                 parent.hub.send(cause=f"{parent.name_of(parent.node)} was told to stop ({signal.Signals(number).name})")
                 parent.may_leave = True
 
-    def _seek_node_0(self, now):
+    def _seek_node_0(self, now: float) -> None:
         """While node 0 is lost, try every SEEK_SECONDS to tell it which node leads: once restarted, it waits for the others."""
         if self._parent.node and 0 not in self._parent.hub.connections and now - self._sought > SEEK_SECONDS:
             self._sought = now

@@ -97,7 +97,7 @@ class Members:
             raise Stopped(offer["why"])
         return offer
 
-    def _try(self, offer, place, state, received, formed, faults):
+    def _try(self, offer: dict[str, Any], place: int, state: Any, received: Any, formed: list, faults: list[str]) -> None:
         """Form a group: append (manager, group) to `formed`, or an error to `faults`. Run in a thread, as it may never end."""
         address = os.environ[ADDRESS]
         try:
@@ -207,7 +207,7 @@ def torchft() -> Any:
     return torchft
 
 
-def _group_class(device):
+def _group_class(device: torch.device) -> Any:
     backend = devices.collectives_of(device)
     name = "ProcessGroupGloo" if backend == "gloo" else f"ProcessGroup{backend.upper()}"
     if not hasattr(torchft().process_group, name):
@@ -217,35 +217,35 @@ def _group_class(device):
     return getattr(torchft().process_group, name)
 
 
-def _store(address):
+def _store(address: str) -> distributed.TCPStore:
     """Return a TCPStore that listens at this address only; by default it listens on all interfaces."""
     listener = socket.create_server((address, 0), family=_family(address))
     port = listener.getsockname()[1]
     return distributed.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _family(address):
+def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _manager_class(address):
+def _manager_class(address: str) -> Any:
     """Return torchft's Manager, made to listen at this address only: any client that reaches it can end this process."""
     module = torchft().manager
     from torchft.coordination import ManagerServer
 
-    def here(**how):
+    def here(**how: Any) -> Any:
         return ManagerServer(**{**how, "bind": f"{quorum.in_url(address)}:0"})
 
     module.ManagerServer = here
     return module.Manager
 
 
-def _with_timeout(options):
+def _with_timeout(options: Any) -> Any:
     options.timeout = FOREVER
     return options
 
 
-def _transport(address):
+def _transport(address: str) -> Any:
     """Return torchft's transport for the state, made to listen at this address only and to announce it. By default it listens
     on all interfaces, announces the host's name, and unpickles what it receives."""
     from torchft.checkpointing import HTTPTransport, http_transport
@@ -265,7 +265,7 @@ def _transport(address):
             return f"http://{quorum.in_url(address)}:{self._server.socket.getsockname()[1]}/checkpoint/"
 
         @classmethod
-        def _load_from_address(cls, address, timeout):
+        def _load_from_address(cls, address: str, timeout: datetime.timedelta) -> Any:
             without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             with without_proxy.open(address, timeout=timeout.total_seconds()) as answer:
                 return tensors.of_stream(answer)

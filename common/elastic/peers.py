@@ -91,7 +91,7 @@ class Elastic(Fixed):
         state = checkpoint.snapshot(self._run.state())
         return {"state": state, "about": manifest_of(self._run), "counted": self._counted}
 
-    def _take(self, given):
+    def _take(self, given: dict[str, Any]) -> None:
         run, about = self._run, given["about"]
         if self._together and about["total_steps"] == run.position.total_steps:
             self._behind = True  # by an evaluation only: this rank repeats it alone, and then closes the epoch, too

@@ -77,7 +77,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             self.say(f"the run is under way, led by node {self.led_by} at {self.connection.peer}: this node joins it")
         return go
 
-    def _join(self, address, port):
+    def _join(self, address: str, port: int) -> tuple[channel.Connection, dict[str, Any]]:
         """Join the run through node 0 or, if that does not lead it, through a node that an earlier process here has noted."""
         how = self.hello, self.join_seconds, self.say, self.key
         connection = channel.connect_to_leader(address, port)
@@ -125,7 +125,7 @@ class ElasticSupervisor(supervisor.Supervisor):
         self.leader = Leader(self)
         return self._send_go(0)
 
-    def _start_workers(self, go, folder):
+    def _start_workers(self, go: dict[str, Any], folder: str) -> None:
         self.for_workers[members.ADDRESS] = self.address
         super()._start_workers(go, folder)
 
@@ -151,7 +151,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             if code is not None:
                 return code
 
-    def _ending(self, now):
+    def _ending(self, now: float) -> Optional[int]:
         """Return the exit code if this node ends now, and log a failure; else None. Pass a stop signal on to the workers."""
         if self.verdict:
             return self._carry_out(self.verdict)
@@ -178,7 +178,7 @@ class ElasticSupervisor(supervisor.Supervisor):
             return 0
         return None
 
-    def _on_signal(self, number, _frame):
+    def _on_signal(self, number: int, _frame: object) -> None:
         if not self.workers:
             sys.exit(STOP_SIGNALS[number])
         self.told = self.told or int(number)
@@ -215,7 +215,7 @@ class ElasticSupervisor(supervisor.Supervisor):
         if self.connection or self.hub:
             (self.connection.tell if self.connection else self.hub.send)(cause=report["text"])
 
-    def _tell(self, beat):
+    def _tell(self, beat: bool) -> None:
         """Tell the leader, at each `beat` or change, what the workers do, and at each beat whether this node is to stop."""
         mine = {
             "workers": [[worker.rank, worker.pulse.get("wanted")] for worker in self.workers if worker.code is None],
@@ -284,7 +284,7 @@ class ElasticSupervisor(supervisor.Supervisor):
         elif self.leader:
             self.leader.lost(node, silent, how)
 
-    def _leader_is_lost(self, silent, how):
+    def _leader_is_lost(self, silent: bool, how: str) -> None:
         """Unless the run ends, lead it if this is the first node left; else join the first. If no node answers, fail."""
         lost = self.led_by
         self.connection.close()

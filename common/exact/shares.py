@@ -16,7 +16,7 @@ forward pass makes to the network's buffers are averaged along a tree over the n
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Callable, Optional
 
 import torch
@@ -77,7 +77,7 @@ class Shares:
     def deal_again(self) -> None:
         self._deal(self.number)
 
-    def _deal(self, shares):
+    def _deal(self, shares: int) -> None:
         """Deal the shares to the ranks, and group the tensors to exchange: the gradients, last weight first, then the rest."""
         from common.exact import sums
 
@@ -130,7 +130,7 @@ class Shares:
             with without_average():
                 yield tensors
 
-    def _on_gradient(self, weight):
+    def _on_gradient(self, weight: torch.Tensor) -> None:
         """Hook after each gradient: in this rank's last share, begin to send complete groups of gradients, in their order."""
         if self._share != self._own[-1] or self.number == 1:
             return
@@ -201,7 +201,7 @@ class Shares:
         self._deal(state["number"])
 
 
-def _together(tensors):
+def _together(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Split the tensors, in their order, into lists of one dtype, each of which is full once it has PART_BYTES."""
     groups: list[list[torch.Tensor]] = []
     for tensor in tensors:

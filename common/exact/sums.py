@@ -70,13 +70,13 @@ class Part:
             torch._foreach_copy_(into, values)
         self._put(share, flat)
 
-    def _put(self, share, flat):
+    def _put(self, share: int, flat: torch.Tensor) -> None:
         grow(self._roots, (0, share, flat), self._shares, self._sum)
 
-    def _new(self, size):
+    def _new(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=self.tensors[0].dtype, device=self.tensors[0].device)
 
-    def _views(self, flat):
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return views of a flat vector that have the shapes and memory layouts of `tensors`."""
         views, begin = [], 0
         for tensor, strides in zip(self.tensors, self._strides):
@@ -84,7 +84,7 @@ class Part:
             begin += tensor.numel()
         return views
 
-    def _sum(self, left, right):
+    def _sum(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         self._free_buffers.append(right)
         return left.add_(right)
 
@@ -127,7 +127,7 @@ class Part:
 class AnyOrder(Part):
     """A Part that adds with all_reduce: it is faster, and the bits depend on the number of ranks."""
 
-    def _put(self, share, flat):
+    def _put(self, share: int, flat: torch.Tensor) -> None:
         self._roots = [(0, 0, self._sum(self._roots[0][2], flat) if self._roots else flat)]
 
     def send(self) -> None:

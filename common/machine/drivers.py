@@ -54,7 +54,7 @@ def cann() -> Optional[str]:
     return next((version for file in files if (version := _stated(file))), None)
 
 
-def _stated(file):
+def _stated(file: Path) -> Optional[str]:
     """Return the version stated in a file, as Version=8.2.RC1 or toolkit_installed_version=[8.2.RC1:8.2.RC1]; else None."""
     try:
         text = file.read_text(errors="replace")

@@ -1,7 +1,7 @@
 """The networks that classify photographs, by name: torchvision's, timm/NAME, and resnext101_32x4d of NVIDIA's script."""
 
 import difflib
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -53,7 +53,7 @@ def last_layers(network: Any) -> list[str]:
     return [name for name, module in network.named_modules() if any(module is head for head in heads)]
 
 
-def _named(arch, image_size, shallow=False):
+def _named(arch: str, image_size: int, shallow: bool = False) -> Callable[..., Any]:
     if arch.startswith("timm/"):
         from common.models import of_timm
 

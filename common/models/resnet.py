@@ -1,6 +1,6 @@
 """ResNet-18 for 32x32 images: 11,173,962 parameters, named as in the ModelArts sample, so that its weights load here."""
 
-from torch import nn
+from torch import Tensor, nn
 
 FEW = 8  # channels
 
@@ -8,7 +8,7 @@ FEW = 8  # channels
 class Across(nn.Conv2d):
     """A 1x1 convolution. With few channels it strides by slicing: torch 2.15's gradient corrupts memory on AVX2-only CPUs."""
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         rows, columns = self.stride
         if self.in_channels >= FEW:
             return super().forward(x)
@@ -16,7 +16,7 @@ class Across(nn.Conv2d):
 
 
 class BasicBlock(nn.Module):
-    def __init__(self, in_channels, out_channels, stride):
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
         self.residual_function = nn.Sequential(
             nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=stride, padding=1, bias=False),
@@ -31,12 +31,12 @@ class BasicBlock(nn.Module):
             self.shortcut = nn.Sequential(across, nn.BatchNorm2d(out_channels))
         self.relu = nn.ReLU(inplace=True)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.relu(self.residual_function(x) + self.shortcut(x))
 
 
 class ResNet(nn.Module):
-    def __init__(self, num_classes, width):
+    def __init__(self, num_classes: int, width: int) -> None:
         super().__init__()
         stem = nn.Conv2d(3, width, kernel_size=3, padding=1, bias=False)
         self.conv1 = nn.Sequential(stem, nn.BatchNorm2d(width), nn.ReLU(inplace=True))
@@ -48,10 +48,10 @@ class ResNet(nn.Module):
         self.dense_layer = nn.Linear(8 * width, num_classes)
 
     @staticmethod
-    def _stage(in_channels, out_channels, stride):
+    def _stage(in_channels: int, out_channels: int, stride: int) -> nn.Sequential:
         return nn.Sequential(BasicBlock(in_channels, out_channels, stride), BasicBlock(out_channels, out_channels, stride=1))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         x = self.conv5(self.conv4(self.conv3(self.conv2(self.conv1(x)))))
         return self.dense_layer(self.avg_pool(x).flatten(1))
 

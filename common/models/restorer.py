@@ -11,12 +11,12 @@ K1, K2 = 0.01, 0.03
 
 
 class ResidualBlock(nn.Module):
-    def __init__(self, channels):
+    def __init__(self, channels: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(channels, channels, 3, padding=1)
         self.second = nn.Conv2d(channels, channels, 3, padding=1)
 
-    def forward(self, features):
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
         return features + self.second(torch.relu(self.first(features)))
 
 
@@ -31,7 +31,7 @@ class Restorer(nn.Module):
         for parameter in self.tail.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, images):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
         height, width = images.shape[2:]
         even = F.pad(images, (0, width % 2, 0, height % 2), mode="replicate")
         features = self.head(F.pixel_unshuffle(even, 2))
@@ -50,7 +50,7 @@ def ssim(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     weights = torch.exp(-place.square() / (2 * SIGMA**2))
     weights = (weights / weights.sum()).expand(images.shape[1], 1, WINDOW)
 
-    def blurred(pictures):
+    def blurred(pictures: torch.Tensor) -> torch.Tensor:
         with devices.full_precision():
             across = F.conv2d(pictures, weights[:, :, None, :], groups=len(weights))
             return F.conv2d(across, weights[:, :, :, None], groups=len(weights))

@@ -67,10 +67,10 @@ class Board:
         self._store = store
         self._what, self._rank = what, rank
 
-    def _key(self, *words):
+    def _key(self, *words: object) -> str:
         return "/".join(["anyrank", self._what, *map(str, words)])
 
-    def _count(self, *words):
+    def _count(self, *words: object) -> int:
         return self._store.add(self._key(*words), 0)  # torch 2.1 has no Store.check, and get would wait
 
     def post_failure(self, error: BaseException) -> None:

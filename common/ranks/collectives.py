@@ -95,7 +95,7 @@ class All:
         return everyone
 
 
-def _wait_for(work):
+def _wait_for(work: Any) -> None:
     """Wait for a collective. If a stop signal may end this process alone, poll, so that the signal can end the wait."""
     try:
         while STOPS.may_end and not work.is_completed():
@@ -143,7 +143,7 @@ def broadcast(content: bytes, source: int = 0) -> bytes:
     return received
 
 
-def _tensor(content):
+def _tensor(content: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(content), dtype=np.uint8))
 
 

@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
@@ -29,7 +30,7 @@ from common.alive import heartbeat
 from common.errors import UserError
 from common.moments import REPLACED
 from common.ranks.collectives import GROUP, longest, require_equal, require_one_device_each
-from common.world import naming
+from common.world import World, naming
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 65_536  # that a rank may have open: a stranger's connection to Gloo takes one, and Gloo aborts where none is left
@@ -129,7 +130,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
     require_one_device_each(devices.identity(device))
 
 
-def _let_watchers_meet(here, keys):
+def _let_watchers_meet(here: World, keys: Any) -> None:
     """Connect the ranks' watchers, if there are any: rank 0 puts its watcher's port and a new secret into the ranks' store."""
     if GROUP.watcher is None:
         return
@@ -150,7 +151,7 @@ def finished() -> None:
     heartbeat.of_this_process().set("done", 0)
 
 
-def _alike(args):
+def _alike(args: argparse.Namespace) -> dict[str, str]:
     same = {name: value for name, value in arguments.plain_values(vars(args)).items() if name not in OWN_OPTIONS}
     settings = " ".join(f"{name}={value}" for name, value in sorted(same.items()))
     return {"code": code_digest(os.path.abspath(sys.argv[0])), "arguments": settings, "torch": str(torch.__version__)}
@@ -178,7 +179,7 @@ def _die_with_the_parent():
     heartbeat.write_stacks()
 
 
-def _at_the_end_of_the_parent(number):
+def _at_the_end_of_the_parent(number: int) -> None:
     ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
 
 

@@ -10,7 +10,7 @@ import sys
 from typing import Any, Optional
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from common import arguments, devices, progress
 from common.ranks import collectives
@@ -161,11 +161,19 @@ class GpuKernels:
         return images.contiguous(memory_format=torch.channels_last) if images.ndim == 4 else images.contiguous()
 
     @staticmethod
-    def statistics(images, eps):
+    def statistics(images: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return torch.batch_norm_stats(images, eps)
 
     @staticmethod
-    def joined(images, means, scales, running_mean, running_var, eps, momentum):
+    def joined(
+        images: Tensor,
+        means: Tensor,
+        scales: Tensor,
+        running_mean: Optional[Tensor],
+        running_var: Optional[Tensor],
+        eps: float,
+        momentum: float,
+    ) -> tuple[Tensor, Tensor]:
         statistics = means if running_mean is None else running_mean  # the kernel reads counts in this type
         counts = torch.full((len(means),), images.numel() // images.shape[1], dtype=statistics.dtype, device=means.device)
         return torch.batch_norm_gather_stats_with_counts(
@@ -173,16 +181,20 @@ class GpuKernels:
         )
 
     @staticmethod
-    def normalised(images, weight, bias, mean, scale, eps):
+    def normalised(
+        images: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], mean: Tensor, scale: Tensor, eps: float
+    ) -> Tensor:
         return torch.batch_norm_elemt(images, weight, bias, mean, scale, eps)
 
     @staticmethod
-    def reduced(gradient, images, mean, scale, weight):
+    def reduced(gradient: Tensor, images: Tensor, mean: Tensor, scale: Tensor, weight: Optional[Tensor]) -> tuple[Tensor, ...]:
         learns = weight is not None
         return torch.batch_norm_backward_reduce(gradient, images, mean, scale, weight, True, learns, learns)
 
     @staticmethod
-    def gradient(gradient, images, mean, scale, weight, total, product):
+    def gradient(
+        gradient: Tensor, images: Tensor, mean: Tensor, scale: Tensor, weight: Optional[Tensor], total: Tensor, product: Tensor
+    ) -> Tensor:
         size = distributed.get_world_size()
         counts = torch.full((size,), images.numel() // images.shape[1], dtype=torch.int32, device=images.device)
         return torch.batch_norm_backward_elemt(gradient, images, mean, scale, weight, total, product, counts)
@@ -194,33 +206,45 @@ class CpuKernels:
         return images
 
     @staticmethod
-    def statistics(images, eps):
+    def statistics(images: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         variance, mean = torch.var_mean(_exact(images), dim=_all_but_channels(images), correction=0)
         return mean, (variance + eps).rsqrt()
 
     @staticmethod
-    def joined(images, means, scales, running_mean, running_var, eps, momentum):
+    def joined(
+        images: Tensor,
+        means: Tensor,
+        scales: Tensor,
+        running_mean: Optional[Tensor],
+        running_var: Optional[Tensor],
+        eps: float,
+        momentum: float,
+    ) -> tuple[Tensor, Tensor]:
         mean = means.mean(dim=0)
         variance = (scales**-2 - eps).mean(dim=0) + (means - mean).square().mean(dim=0)
         count = len(means) * images.numel() // images.shape[1]
-        if running_mean is not None:
+        if running_mean is not None and running_var is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
         return mean, (variance + eps).rsqrt()
 
     @staticmethod
-    def normalised(images, weight, bias, mean, scale, eps):
+    def normalised(
+        images: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], mean: Tensor, scale: Tensor, eps: float
+    ) -> Tensor:
         return nn.functional.batch_norm(images, mean, scale**-2 - eps, weight, bias, training=False, eps=eps)
 
     @staticmethod
-    def reduced(gradient, images, mean, scale, weight):
+    def reduced(gradient: Tensor, images: Tensor, mean: Tensor, scale: Tensor, weight: Optional[Tensor]) -> tuple[Tensor, ...]:
         others = _all_but_channels(images)
         total = gradient.sum(dim=others, dtype=mean.dtype)
         product = (_exact(gradient) * (_exact(images) - _along_channels(mean, images))).sum(dim=others)
         return total, product, product * scale, total
 
     @staticmethod
-    def gradient(gradient, images, mean, scale, weight, total, product):
+    def gradient(
+        gradient: Tensor, images: Tensor, mean: Tensor, scale: Tensor, weight: Optional[Tensor], total: Tensor, product: Tensor
+    ) -> Tensor:
         count = distributed.get_world_size() * images.numel() // images.shape[1]
         weighted = scale if weight is None else scale * weight
         total, product, mean, scale, weighted = (
@@ -238,5 +262,5 @@ def _along_channels(vector: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
     return vector.view(1, -1, *[1] * (images.ndim - 2))
 
 
-def _exact(tensor):
+def _exact(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -57,7 +57,7 @@ def meet(here: World, store: Any, seconds: float) -> list[int]:
     return missing
 
 
-def _opened(here, seconds):
+def _opened(here: World, seconds: float) -> Any:
     where, timeout = (here.master_addr, here.master_port), datetime.timedelta(seconds=seconds)
     with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     keeps = here.rank == 0 and not with_agent

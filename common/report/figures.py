@@ -68,7 +68,7 @@ def _new_figure() -> Any:
     return figure, axes
 
 
-def _svg(figure, name):
+def _svg(figure: Any, name: str) -> str:
     """Return the figure as an <svg> element. Its ids begin with `name`, because a page has several figures."""
     import matplotlib
 

@@ -82,7 +82,7 @@ def outcome(left: RunFiles) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _range(left, by, share):
+def _range(left: RunFiles, by: str, share: float) -> Optional[tuple[str, str, int]]:
     """Return Wilson's 95 % interval of the accuracy, (low, high, images); None for another metric, no images, or MANY."""
     samples = sum(row[0] for row in left.scores.get("by_class", ()))
     if by != "accuracy" or not (0 < samples < MANY and 0 <= share <= 1):
@@ -92,7 +92,7 @@ def _range(left, by, share):
     return f"{low:.2f}", f"{high:.2f}", samples
 
 
-def _events(left, by, best):
+def _events(left: RunFiles, by: str, best: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     rows = [(row, _of_a_start(place, row)) for place, row in enumerate(left.events("start"))]
     rows += [(row, f"{row.get('text')} ({row.get('pause', 0):.1f} s)") for row in left.events("nodes")]
     rows += [(row, f"{row.get('how')}: {row.get('why')}"[:300]) for row in left.events("end")]
@@ -102,7 +102,7 @@ def _events(left, by, best):
         yield "", f"{best.get('samples', 0):,}", f"best {by}: {best[by]:.4f} in epoch {best.get('epoch')}"
 
 
-def _of_a_start(place, row):
+def _of_a_start(place: int, row: dict[str, Any]) -> str:
     from_ = row.get("goes_on_from")
     what = (
         f"restart, going on from {os.path.basename(str(from_))}" if from_ else "start, from the beginning" if place else "start"
@@ -118,7 +118,7 @@ def _warnings(left: RunFiles) -> list[tuple[str, int]]:
     return collections.Counter(texts).most_common(MOST_WARNINGS)
 
 
-def _commands(left):
+def _commands(left: RunFiles) -> dict[str, Any]:
     """Return the commands to go on, to train again elsewhere, and to export, each None if not possible; {} if none is known."""
     command, kept = left.start.get("command"), []
     if not isinstance(command, str):
@@ -143,7 +143,7 @@ def options_of(left: RunFiles) -> list[tuple[str, str, str]]:
     ]
 
 
-def _machine(left):
+def _machine(left: RunFiles) -> list[tuple[str, str]]:
     tables = [table for table in (left.start.get("machine"), left.start.get("versions")) if isinstance(table, dict)]
     tables.append({name: left.start[name] for name in ("platform", "nodes", "ranks", "global_batch") if name in left.start})
     return [(name.replace("_", " "), str(value)) for table in tables for name, value in table.items()]

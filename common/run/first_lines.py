@@ -1,5 +1,6 @@
 """The first lines of a run's log: on what it trains, where it goes on, and what a user may not expect."""
 
+import argparse
 import datetime
 import os
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,7 @@ def changes(then: dict, now: dict) -> list[str]:
     ]
 
 
-def _not_gone_on_from(args, found):
+def _not_gone_on_from(args: argparse.Namespace, found: object) -> Iterator[str]:
     """Yield a warning for each .pt file without a manifest, and one if there are weights but no checkpoint was `found`."""
     files, weights = run_folder.listed(args.checkpoint_dir), run_folder.listed(args.output_dir)
     for name in files:
@@ -44,7 +45,7 @@ def _not_gone_on_from(args, found):
         yield f"warning: {args.output_dir} has weights ({shown}) but no checkpoint: the run begins at its first step"
 
 
-def _course(run):
+def _course(run: Any) -> str:
     """Return words for the log: how long the run trains, on what, and where it writes."""
     args, sampler = run.args, run.sampler
     steps = sampler.samples_per_epoch // sampler.global_batch
@@ -154,7 +155,7 @@ def _advice_on_batch(samples: int, global_batch: int, parts: int, batch_size: Op
     return f"; a global batch of {sizes[0]} leaves none"
 
 
-def _time_left(run):
+def _time_left(run: Any) -> Iterator[str]:
     from common.run.observers.journal import rate_before
 
     rate = rate_before(run.args.output_dir)

@@ -33,7 +33,7 @@ class Plan:
     def steps_used_up(self, at: Position) -> bool:
         return self.args.max_steps is not None and at.total_steps >= self.args.max_steps
 
-    def _epochs_used_up(self, at):
+    def _epochs_used_up(self, at: Position) -> bool:
         return self.args.run_epochs is not None and at.epoch - self.resumed_at.epoch >= self.args.run_epochs
 
     def cut_short(self, at: Position) -> bool:

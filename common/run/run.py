@@ -167,7 +167,7 @@ class Run:
         self._require_resumed("run.goes_on")
         return self.saving.goes_on or self.plan.resumed_at.total_steps > 0 or self.trial
 
-    def _require_resumed(self, asked):
+    def _require_resumed(self, asked: str) -> None:
         if self.plan.resumed_at is None:
             raise RuntimeError(f"{asked} was used before run.resume(): call that first, after the last run.register()")
 
@@ -355,7 +355,7 @@ class Run:
         steps = self.position.total_steps
         largest_batch.end_of_step(self.args, steps, self.sampler, lambda: devices.synchronize(self.device))
 
-    def _show_line(self, loss):
+    def _show_line(self, loss: torch.Tensor) -> None:
         if self.position.total_steps > self.plan.resumed_at.total_steps + STEPS_WATCHED:
             self.unsaved.say_what_is_found("a line of the log")
         self.losses.check(self.args.lr, self.saving.last_good)
@@ -403,7 +403,7 @@ class Run:
         self._ended = whole
         seed_step(self.args.seed, self.position.epoch, TAIL)
 
-    def _leave(self, code):
+    def _leave(self, code: object) -> None:
         if self._ended is not None and not code:  # the loop over run.epochs() was left
             self._save_epoch()
             self.saving.wait()
@@ -489,7 +489,7 @@ class Run:
         self._close("stopped", why, in_a_hurry=code != 0)
         sys.exit(code)
 
-    def _close(self, how, why, in_a_hurry=False):
+    def _close(self, how: str, why: Optional[str], in_a_hurry: bool = False) -> None:
         self.tell(Observer.ending, how=how, why=why)
         self.enter("save")
         self.saving.wait()

@@ -96,7 +96,7 @@ class Scores:
             ]
         self._batches, self._highest = [], []  # the memory of the device
 
-    def _of_all_ranks(self, group, own, column, most):
+    def _of_all_ranks(self, group: Any, own: torch.Tensor, column: int, most: int) -> tuple[torch.Tensor, list[int]]:
         """Return the `most` rows of all ranks with the highest `column`, and each one's rank * `most` + row on that rank."""
         if group.size > 1:
             padded = torch.full((most, 5), -1.0, dtype=self._sums.dtype, device=self._sums.device)
@@ -107,7 +107,7 @@ class Scores:
         order = order[(own[order, 1] >= 0) & named[order]][:most]
         return own[order], order.tolist()
 
-    def _pictures(self, group, highest, own, places):
+    def _pictures(self, group: Any, highest: Any, own: list[int], places: list[int]) -> torch.Tensor:
         """Return pictures of mistakes. `own`: this rank's sample numbers; `places`: rank * SHOWN + index in its `own`."""
         kept, first = highest.pictures(), group.rank * SHOWN
         shown = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.int32, device=self._sums.device)
@@ -213,7 +213,7 @@ class Scores:
         return sheet
 
 
-def _finite(value):
+def _finite(value: Any) -> Any:
     """Return the value, or None if it is infinite or not a number, which JSON cannot hold."""
     return value if math.isfinite(value) else None
 

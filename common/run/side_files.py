@@ -35,7 +35,7 @@ class SideFiles:
     def append(self, name: str, content: bytes) -> None:
         self._owe(name, content, appended=True)
 
-    def _owe(self, name, content, appended):
+    def _owe(self, name: str, content: Union[bytes, memoryview], appended: bool) -> None:
         if not self.writes:
             return
         if os.getpid() != self._process:  # a loader process, forked from ours in the midst of anything
@@ -74,7 +74,7 @@ class SideFiles:
                 self._warned.remove(path)
                 yield f"{path} is written again"
 
-    def _append(self, path, content):
+    def _append(self, path: str, content: Union[bytes, memoryview]) -> None:
         """Append to a file, after replacing it by a copy that is this start's own; append nothing to a later start's copy."""
         if path not in self._grow:
             if os.path.lexists(path) and not os.path.isfile(path):

@@ -157,7 +157,7 @@ class Transfer:
             self._patience.succeeded()
             return content, digest
 
-        def read(answer):
+        def read(answer: dict[str, Any]) -> tuple[bytes, Optional[str]]:
             return answer["Body"].read(), None if etag.is_encrypted(answer) else digest
 
         return self._get(item, read)

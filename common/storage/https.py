@@ -12,7 +12,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
-from typing import Optional
+from typing import Any, Optional
 
 from common import files
 from common.alive.patience import Patience, limit
@@ -128,7 +128,9 @@ def refuse_unsafe(url: str) -> None:
 class SafeRedirects(urllib.request.HTTPRedirectHandler):
     """Follows redirects, but raises UserError for one to an unsafe address."""
 
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Optional[urllib.request.Request]:
         refuse_unsafe(newurl)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
-from typing import Any, Callable, Optional
+from typing import Any, BinaryIO, Callable, Optional
 
 from common.alive.patience import Patience, Say
 from common.errors import TrainingFailed, one_line
@@ -53,13 +53,13 @@ class Uploads:
     def put(self, name: str, content: bytes) -> None:
         digest = hashlib.md5(content)
 
-        def check(answer):
+        def check(answer: dict[str, Any]) -> None:
             if not etag.is_encrypted(answer) and answer["ETag"].strip('"') != digest.hexdigest():
                 raise ConnectionError("the store has received other bytes than were sent")
 
         self.bucket.ask("put_object", self.key(name), self.patience, work=check, Body=content, ContentMD5=_base64(digest))
 
-    def _put_in_parts(self, name, file):
+    def _put_in_parts(self, name: str, file: BinaryIO) -> None:
         key = self.key(name)
         upload = self.bucket.ask("create_multipart_upload", key, self.patience)["UploadId"]
         try:

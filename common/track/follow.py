@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Collection, Iterator
 from typing import IO, Any, Callable, Optional
 
 from common.errors import one_line
@@ -58,18 +59,18 @@ class Follower:
         self._warned = False
         return True
 
-    def _tell(self, text):
+    def _tell(self, text: str) -> None:
         with contextlib.suppress(OSError):  # nobody hears it any more
             self._say(text)
 
-    def _warn(self, error):
+    def _warn(self, error: Exception) -> None:
         why = f"pip install {senders.PACKAGES[self.tool]}" if isinstance(error, ImportError) else one_line(error)[:300]
         later = f"python -m launch track {self.folder} --to {self.tool} sends them"
         if not self._warned:
             self._tell(f"warning: {self.tool} takes no rows: {why}; the run goes on, and {later}")
         self._warned = True
 
-    def _send_rows(self, start):
+    def _send_rows(self, start: dict[str, Any]) -> dict[str, Any]:
         told = self._told(start)
         for kind, new in (("steps", _steps(self.folder)), ("epochs", _epochs(self.folder, start))):
             wanted = sorted((row for row in new if row[0] > told.get(kind, 0)), key=lambda row: row[0])
@@ -80,7 +81,7 @@ class Follower:
                 self.rows += len(part)
         return told
 
-    def _end(self, told, event, otherwise):
+    def _end(self, told: dict[str, Any], event: dict[str, Any], otherwise: tuple[str, str]) -> None:
         over = event["event"] == "end"
         if over and told.get("ended") != event["time"]:
             for path in (os.path.join(self.folder, name) for name in PICTURES):
@@ -89,7 +90,7 @@ class Follower:
         self._sender.end(*((event["how"], event["why"]) if over else otherwise))
         self._note({**told, "ended": event["time"] if over else None})
 
-    def _told(self, start):
+    def _told(self, start: dict[str, Any]) -> dict[str, Any]:
         """Return how far the tracker has been told of this run, by its own account and by the record in the folder."""
         told = {"run": start["run"]}
         for account in (next(rows(self.folder, self.record), {}), self._sender.told()):
@@ -100,7 +101,7 @@ class Follower:
             told.update({kind: min(told.get(kind, 0), start["samples"]) for kind in ("steps", "epochs")}, since=start["time"])
         return told
 
-    def _note(self, told):
+    def _note(self, told: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the disk may be full
             write_atomically(os.path.join(self.folder, self.record), json.dumps(told).encode())
 
@@ -110,13 +111,13 @@ def entry_of(start: dict) -> str:
     return f"{start['run']}-{start['samples']}" if start.get("branched") else start["run"]
 
 
-def _has_gone_back(folder, start):
+def _has_gone_back(folder: str, start: dict[str, Any]) -> bool:
     """Whether this start has deleted later checkpoints, by --resume PATH --overwrite true: their rows are to be replaced."""
     saves = [row["samples"] for row in rows(folder, "speed.jsonl") if row["loss"] is None and row["time"] < start["time"]]
-    return start.get("branched") and saves[-1:] > [start["samples"]]
+    return bool(start.get("branched")) and saves[-1:] > [start["samples"]]
 
 
-def rows(folder, name):
+def rows(folder: str, name: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file of lines of JSON; none if there is no such file. Lines that are damaged are left out."""
     with contextlib.suppress(OSError), open_regular(os.path.join(folder, name)) as file:
         for line in file:
@@ -126,7 +127,7 @@ def rows(folder, name):
                     yield row
 
 
-def _steps(folder):
+def _steps(folder: str) -> Collection[tuple[int, float, dict[str, float]]]:
     """Return [(samples, time, values)] of the lines of the log; of steps that were done again after a kill, the latest."""
     found = {}
     for row in rows(folder, "speed.jsonl"):
@@ -136,7 +137,7 @@ def _steps(folder):
     return found.values()
 
 
-def _epochs(folder, start):
+def _epochs(folder: str, start: dict[str, Any]) -> Iterator[tuple[int, float, dict[str, float]]]:
     times = {row["samples"]: row["time"] for row in rows(folder, "speed.jsonl")}
     for row in rows(folder, "metrics.jsonl"):
         metrics = {f"test/{name}": row[name] for name in row if name not in ("epoch", "steps", "samples", "train_loss")}

@@ -35,7 +35,7 @@ class MLflow:
         self._client.log_batch(self._run, params=missing, tags=[RunTag(*tag) for tag in tags.items()])
         self._client.update_run(self._run, status="RUNNING")
 
-    def _found(self, job, run, run_name):
+    def _found(self, job: str, run: str, run_name: str) -> str:
         """Return the id of the entry for this run, which is made if there is none: MLflow chooses the ids itself."""
         client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME", job)
         experiment = os.environ.get("MLFLOW_EXPERIMENT_ID")

@@ -13,6 +13,7 @@ import pickle
 import struct
 import zipfile
 import zlib
+from collections.abc import Sequence
 from typing import Any, BinaryIO, Callable
 
 import numpy as np
@@ -63,7 +64,7 @@ def of_records(records: dict[str, Any]) -> Any:
     """Return the value in {name: bytes}, the records of an archive of torch.save; they are removed as they are used."""
     copied: dict[str, torch.Tensor] = {}
 
-    def storage(key, size):
+    def storage(key: str, size: int) -> torch.Tensor:
         if key not in copied:
             if f"data/{key}" not in records:
                 raise Refused("it lacks a storage")
@@ -77,7 +78,7 @@ def of_records(records: dict[str, Any]) -> Any:
     return Unpickler(io.BytesIO(records.pop("data.pkl")), storage).load()
 
 
-def _archive(content, verified):
+def _archive(content: bytes, verified: bool) -> Any:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()
     records: dict[str, memoryview] = {}
@@ -99,11 +100,11 @@ def _archive(content, verified):
     return of_records(records)
 
 
-def _old_form(content):
+def _old_form(content: bytes) -> Any:
     """Return the value in a file of torch before 1.6: five pickles, the fourth of them the value, then each storage's bytes."""
     file, storages, left = io.BytesIO(content), {}, len(content)
 
-    def storage(key, size):
+    def storage(key: str, size: int) -> torch.Tensor:
         nonlocal left
         if key not in storages:
             left -= size
@@ -125,7 +126,7 @@ def _old_form(content):
     return value
 
 
-def _copy(record):
+def _copy(record: memoryview) -> torch.Tensor:
     copied = torch.empty(len(record), dtype=torch.uint8)
     copied.numpy()[:] = np.frombuffer(record, np.uint8)
     return copied
@@ -134,7 +135,7 @@ def _copy(record):
 # --- safetensors: a length, that many bytes of JSON, and the bytes of the tensors ------------------------------------------
 
 
-def _safetensors(content):
+def _safetensors(content: bytes) -> dict[str, torch.Tensor]:
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:begin].decode(), object_pairs_hook=_each_once, parse_int=_below_2_62)
     about = header.pop("__metadata__", {})
@@ -151,7 +152,7 @@ def _safetensors(content):
     return {name: _copy(data[first:last]).view(kind).reshape(shape) for name, (kind, shape, first, last) in entries.items()}
 
 
-def _entry(entry):
+def _entry(entry: object) -> tuple[torch.dtype, list[int], int, int]:
     """Return (type, shape, first byte, the byte behind the last)."""
     if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise Refused("a tensor in it is none")
@@ -165,17 +166,17 @@ def _entry(entry):
         raise Refused("a tensor in it has no shape")
     if place[1] - place[0] != math.prod(shape) * torch.empty(0, dtype=kind).element_size():
         raise Refused("a tensor in it has another size than it says")
-    return kind, shape, *place
+    return kind, shape, place[0], place[1]
 
 
-def _each_once(pairs):
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise Refused("it has a name twice")
     return found
 
 
-def _below_2_62(digits):
+def _below_2_62(digits: str) -> int:
     if len(digits) > 19 or int(digits) >= 2**62:
         raise Refused("it has a number that is no size")
     return int(digits)
@@ -191,7 +192,15 @@ class _Storage:
         self.flat = flat
 
 
-def _tensor(storage, offset, size, stride, needs_gradient=False, _hooks=None, metadata=None):
+def _tensor(
+    storage: object,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    needs_gradient: object = False,
+    _hooks: object = None,
+    metadata: object = None,
+) -> torch.Tensor:
     """Return a tensor that views a storage; Refused if it has more elements than the storage, or some outside of it."""
     if type(storage) is not _Storage or type(size) is not tuple or type(stride) is not tuple or metadata:
         raise Refused("a tensor in it is none")
@@ -204,19 +213,19 @@ def _tensor(storage, offset, size, stride, needs_gradient=False, _hooks=None, me
     return storage.flat.as_strided(size, stride, offset).requires_grad_(bool(needs_gradient))
 
 
-def _parameter(tensor, needs_gradient=True, _hooks=None):
+def _parameter(tensor: object, needs_gradient: object = True, _hooks: object = None) -> torch.nn.Parameter:
     if type(tensor) is not torch.Tensor:
         raise Refused("a parameter in it is none")
     return torch.nn.Parameter(tensor, bool(needs_gradient))
 
 
-def _ordered(pairs=()):
+def _ordered(pairs: Any = ()) -> collections.OrderedDict:
     if type(pairs) not in (list, tuple) or not all(map(_is_item, pairs)):
         raise Refused("a dict in it is none")
     return collections.OrderedDict(pairs)
 
 
-def _is_item(pair):
+def _is_item(pair: Any) -> bool:
     return type(pair) in (list, tuple) and len(pair) == 2 and is_key(pair[0])
 
 
@@ -275,7 +284,7 @@ class Unpickler(pickle._Unpickler):
             raise Refused("a storage in it has another size than it says")
         return _Storage(found.view(kind))
 
-    def _of(self, target, *kinds):
+    def _of(self, target: Any, *kinds: type) -> Any:
         if type(target) not in kinds:
             raise Refused(f"a {type(target).__name__} in it is where none may be")
         return target
@@ -294,7 +303,7 @@ class Unpickler(pickle._Unpickler):
     def _setitems(self):
         self._set(self.pop_mark())
 
-    def _set(self, values):
+    def _set(self, values: Sequence[Any]) -> None:
         for key, value in zip(values[::2], values[1::2]):
             if not is_key(key):
                 raise Refused(f"a {type(key).__name__} in it is a key, or too large for one")

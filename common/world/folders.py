@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Optional
 
 from common.address import INPUT_DIR, is_address, local_folder
@@ -71,7 +71,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, O
     }
 
 
-def _roomiest(environ):
+def _roomiest(environ: Mapping[str, str]) -> str:
     """Return INPUT_DIR, on ModelArts' /cache if that is writable and larger than the disk of the working folder.
 
     The disks' total size decides, not their free space, which changes during a fetch: all ranks and restarts must choose alike.
@@ -82,11 +82,11 @@ def _roomiest(environ):
     return INPUT_DIR
 
 
-def _size(folder):
+def _size(folder: str) -> int:
     return shutil.disk_usage(folder).total
 
 
-def _default(args):
+def _default(args: argparse.Namespace) -> str:
     return os.path.join("output_dir", args.job)
 
 
@@ -141,18 +141,18 @@ def not_kept(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[s
     return None
 
 
-def _is_below(path, folders):
+def _is_below(path: str, folders: Iterable[str]) -> bool:
     return os.path.isabs(path) and (os.path.normpath(path) + os.sep).startswith(
         tuple(f"{folder}{os.sep}" for folder in folders)
     )
 
 
-def _first(environ, names):
+def _first(environ: Mapping[str, str], names: Iterable[str]) -> Optional[str]:
     values = (environ[match] for name in names for match in sorted(fnmatch.filter(environ, name)))
     return next(filter(None, values), None)
 
 
-def _checked_path(what, path):
+def _checked_path(what: str, path: Optional[str]) -> Optional[str]:
     """Return `path`; UserError if it is an address that `what` does not allow (ADDRESSES). gs:// becomes the mount /gcs/."""
     if path is None:
         return None

@@ -91,7 +91,7 @@ def not_here(environ: Mapping[str, str], backend: str) -> Optional[str]:
     return f"{variable} is {setting}, this node has {', '.join(names)}; unset {variable}"
 
 
-def _means(setting, name, variable):
+def _means(setting: str, name: str, variable: str) -> bool:
     """Whether the list `setting` selects `name`. For NCCL, a name is a prefix unless after "=", and "^" excludes the names."""
     if variable.startswith("GLOO"):
         return name in setting.split(",")
@@ -124,7 +124,7 @@ def taken_ports(environ: Mapping[str, str]) -> Optional[str]:
     return f"HCCL needs ports {first} to {first + 15}, and on this node {ports} is taken; give another HCCL_IF_BASE_PORT"
 
 
-def _is_free(port):
+def _is_free(port: int) -> bool:
     try:
         socket.create_server(("", port)).close()
     except OSError:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Optional
+from typing import Any, Optional
 
 from common.errors import UserError, one_line
 
@@ -43,7 +43,7 @@ def read(path: str) -> list[Server]:
     return sorted(servers, key=lambda server: min(server.cards))
 
 
-def _server(entry):
+def _server(entry: dict[str, Any]) -> Server:
     cards = {int(device["rank_id"]): int(device["device_id"]) for device in entry["device"]}
     if len(cards) != len(entry["device"]) or len(set(cards.values())) != len(cards) or not cards:
         raise ValueError("a server without cards, or a rank or card twice")
@@ -53,7 +53,7 @@ def _server(entry):
     return Server(host or None, dict(sorted(cards.items())))
 
 
-def _judge(servers, promised):
+def _judge(servers: list[Server], promised: int) -> None:
     ranks = sorted(rank for server in servers for rank in server.cards)
     if len(servers) != promised:
         raise ValueError(f"server_count {promised}, {len(servers)} in the list")

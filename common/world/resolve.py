@@ -6,6 +6,7 @@ import dataclasses
 import os
 import socket
 from collections.abc import Mapping
+from typing import Callable, Optional
 
 from common.errors import UserError, count
 from common.world.rules import RULES
@@ -76,7 +77,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hos
     )
 
 
-def _apply(rule, given):
+def _apply(rule: Callable[[Given], Optional[World]], given: Given) -> Optional[World]:
     try:
         return rule(given)
     except UserError:

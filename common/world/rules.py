@@ -157,7 +157,7 @@ def modelarts_arguments(given: Given) -> Optional[World]:
     return node(given, "modelarts", rule, rank, nodes, master, port, given.number("MA_NUM_GPUS"))
 
 
-def _agree_with_the_environment(given, rank, nodes):
+def _agree_with_the_environment(given: Given, rank: int, nodes: int) -> None:
     """Raise UserError if WORLD_SIZE, in nodes or processes, contradicts the arguments, or RANK does while it counts nodes."""
     if not given.has("RANK", "WORLD_SIZE"):
         return

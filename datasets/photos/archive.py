@@ -50,7 +50,7 @@ def unpacked(address: str, inputs: str) -> str:
     if not os.access(os.path.dirname(os.path.abspath(archive)), os.W_OK):
         folder = os.path.join(inputs, "unpacked", hashlib.sha256(os.fsencode(os.path.realpath(archive))).hexdigest()[:16])
 
-    def prepare(held):
+    def prepare(held: once.Lease) -> None:
         if not untrusted.is_unpacked(archive, folder):
             room = shutil.disk_usage(os.path.dirname(os.path.abspath(folder))).free - SPARE
             with Progress(f"unpacking {archive}", unit="files", tell=held.tell) as done:
@@ -60,7 +60,7 @@ def unpacked(address: str, inputs: str) -> str:
     return _within(folder)
 
 
-def _place_of(name):
+def _place_of(name: str) -> Optional[str]:
     """Leave out what is hidden, the folder in which macOS keeps what other systems lack, and what is no picture."""
     hidden = any(word.startswith(".") or word == "__MACOSX" for word in name.split("/"))
     return name if not hidden and name.lower().endswith((*files.EXTENSIONS, files.MANIFEST)) else None

@@ -69,7 +69,7 @@ class Substitutes:
             f"{self._most} {self._what} in a row cannot be decoded, from {one_line(name(number))}: fetch the data set again"
         )
 
-    def _warn(self, number, name, error):
+    def _warn(self, number: int, name: str, error: Exception) -> None:
         if number not in self._named:
             self._named.add(number)
             warn(f"{name} cannot be decoded ({one_line(error)[:100]}): the next one takes its place")
@@ -230,7 +230,7 @@ def with_pillow(content: bytes) -> "Image.Image":
         return _in_rgb(before)
 
 
-def _in_rgb(content):
+def _in_rgb(content: bytes) -> Any:
     from PIL import Image
 
     with files.picture(io.BytesIO(content)) as picture:
@@ -242,7 +242,7 @@ def _in_rgb(content):
         return picture.convert("RGB")
 
 
-def _before_a_stray_marker(content):
+def _before_a_stray_marker(content: bytes) -> Optional[bytes]:
     """Return a JPEG that ends where a stray marker interrupts its data; None if it has none, is progressive or has several
     scans. nvImageCodec decodes such a file up to the marker, with grey for the rest. Pillow refuses the whole file, but has to
     give the same picture."""
@@ -287,7 +287,7 @@ def _codec():
     )
     parameters = library.DecodeParams(apply_exif_orientation=False)
 
-    def decode(content, box):
+    def decode(content: bytes, box: Any) -> Any:
         stream = library.CodeStream(content)
         _refuse_bomb(stream.width, stream.height)
         if box is not None and is_narrow(box[3] - box[1]):
@@ -311,7 +311,7 @@ def _simplejpeg():
         return None
     library: Any = simplejpeg  # its stubs do not allow all types that it takes
 
-    def decode(content):
+    def decode(content: bytes) -> Optional[torch.Tensor]:
         try:
             height, width, *_ = library.decode_jpeg_header(content)
             _refuse_bomb(width, height)

@@ -1,6 +1,6 @@
 """Photographs with the label of their class, as batches: decoded, cropped and, for training, flipped."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -57,8 +57,8 @@ class Photos:
     def windows(self, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         return crops.random_windows(ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch, self.area)
 
-    def _picture(self, number, epoch, window, flip):
-        def decoded(used):
+    def _picture(self, number: int, epoch: int, window: Any, flip: bool) -> Any:
+        def decoded(used: int) -> Any:
             if used == number:
                 return self._decode(used, epoch, window, flip)
             (own_window,), (own_flip,) = self.windows(np.array([used]), epoch)
@@ -66,7 +66,7 @@ class Photos:
 
         return self._substitutes.decode(number, len(self), decoded, self.tree.path)
 
-    def _decode(self, number, epoch, window, flip):
+    def _decode(self, number: int, epoch: int, window: Any, flip: bool) -> Any:
         whole, stored = self.tree.whole(number), self.tree.stored(number)
         if not min(stored):
             raise decode.Undecodable("it was damaged when it was packed")

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any, Optional
 
 import numpy as np
@@ -76,14 +77,14 @@ def load(address: str, inputs: str = INPUT_DIR, index_folder: Optional[str] = No
     return [whole.pick(np.flatnonzero(~held)), dataclasses.replace(whole, left_out={}).pick(np.flatnonzero(held))], False
 
 
-def _judge_if_there(path):
+def _judge_if_there(path: str) -> tree.Verdict:
     return tree.judge(path) if os.path.lexists(path) else "not there"
 
 
 # --- Where the pictures lie --------------------------------------------------------------------------------------------
 
 
-def _beside(folder, root, names):
+def _beside(folder: str, root: str, names: Iterable[str]) -> Optional[str]:
     """Return the folder of the pictures: `folder`, or one below it that ends as `root` does; None if neither has them."""
     words = root.split("/")
     some = list(names)[:TRIED]
@@ -117,7 +118,7 @@ class _Unusable(ValueError):
     """The line is in order, but no job here can train on it."""
 
 
-def _read(path, shown) -> tuple[Labelled, dict[str, list[str]], set[str]]:
+def _read(path: str, shown: str) -> tuple[Labelled, dict[str, list[str]], set[str]]:
     """Return the labelled pictures, {reason: those left out}, and the schemes of their addresses, empty if they are paths."""
     labelled: Labelled = {}
     left_out: dict[str, list[str]] = {}
@@ -146,7 +147,7 @@ def _read(path, shown) -> tuple[Labelled, dict[str, list[str]], set[str]]:
     return labelled, left_out, set() if "" in schemes else schemes
 
 
-def _lines(path, shown):
+def _lines(path: str, shown: str) -> Iterator[tuple[int, Any]]:
     try:
         with open_regular(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
@@ -171,14 +172,14 @@ def _said(row: dict) -> tuple[str, list[str], str]:
     return source, [label for label in labels if label], row.get("usage", "").upper()
 
 
-def _of_modelarts(row):
+def _of_modelarts(row: dict[str, Any]) -> list[str]:
     for one in row.get("annotation", ()):
         if one["type"].rpartition("/")[2] != "image_classification":
             raise _Unusable(_another(one["type"]))
     return [one["name"] for one in row.get("annotation", ())]
 
 
-def _of_itag(row):
+def _of_itag(row: dict[str, Any]) -> list[str]:
     jobs = [key for key in row if key.startswith("label-")]
     for stage in STAGES:
         keys = [key for key in jobs if key.endswith(stage) and (stage or not key.endswith(STAGES[:-1]))]
@@ -191,7 +192,7 @@ def _of_itag(row):
     return []
 
 
-def _of_ground_truth(row):
+def _of_ground_truth(row: dict[str, Any]) -> list[str]:
     # Where a picture could not be labelled, there is a failure-reason in place of the type.
     found = [row[key] for key in row if key.endswith("-metadata") and "type" in row[key]]
     for one in found:

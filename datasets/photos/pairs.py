@@ -6,7 +6,7 @@ numbers that depend on seed, epoch and pair alone. A batch is 2N pictures, the b
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -95,8 +95,8 @@ class Pairs:
         draws = np.ascontiguousarray(uniform(ids, self.seed, epoch, range(4)).T)  # DALI needs contiguous arrays
         return sizes, (draws[:, :2] * (sizes - crop + 1)).astype(np.int64), draws[:, 2:] < 0.5
 
-    def _pair(self, number, epoch):
-        def decoded(used):
+    def _pair(self, number: int, epoch: int) -> Any:
+        def decoded(used: int) -> Any:
             (size,), (corner,), (flips,) = self.geometry(np.array([used]), epoch)
             pictures = [decode.decode(content, bool(self.special[used]), None) for content in self.read(used)]
             return [self.cut(picture, size, corner, flips) for picture in pictures]

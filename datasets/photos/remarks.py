@@ -36,7 +36,7 @@ def about(name: Callable[[], str], tell: Callable[[str], None] = warn) -> Iterat
         _tell_once(name(), heard, tell)
 
 
-def _tell_once(name, heard, tell):
+def _tell_once(name: str, heard: Any, tell: Callable[[str], None]) -> None:
     if name in _NAMED:
         return
     _NAMED.add(name)
@@ -58,7 +58,7 @@ def _listen_to_warnings():
         _shown, warnings.showwarning = warnings.showwarning, _show
 
 
-def _show(message, *rest, **named):
+def _show(message: Any, *rest: Any, **named: Any) -> None:
     heard = getattr(_THREAD, "heard", None)
     if heard is None:
         _shown(message, *rest, **named)
@@ -88,7 +88,7 @@ def listen_to_libtiff() -> None:
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
-def _FROM_LIBTIFF(module, text, values):
+def _FROM_LIBTIFF(module: Any, text: Any, values: Any) -> None:
     line = ctypes.create_string_buffer(LONGEST)
     ctypes.CDLL(None).vsnprintf(line, LONGEST, text, ctypes.c_void_p(values))
     message = f"{(module or b'libtiff').decode(errors='replace')}: {line.value.decode(errors='replace')}"

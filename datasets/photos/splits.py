@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, Callable
 
 import numpy as np
 
@@ -76,7 +77,7 @@ def warnings_about(train: tree.Tree, val: tree.Tree) -> Iterator[str]:
         )
 
 
-def _some(texts):
+def _some(texts: Sequence[str]) -> str:
     return ", ".join(texts[:NAMED]) + (f", and {len(texts) - NAMED} more" if len(texts) > NAMED else "")
 
 
@@ -94,10 +95,10 @@ def copies(train: tree.Tree, val: tree.Tree) -> list[tuple[str, str]]:
     return [(val.path(held), train.path(used)) for held, used in sorted(pairs)]
 
 
-def _found(pool, part, numbers, of_a_file):
+def _found(pool: Executor, part: Any, numbers: Iterable[int], of_a_file: Callable[[str], Any]) -> dict[Any, list[int]]:
     """Return {result of `of_a_file(path)`: samples that have it}, without files that can no longer be read."""
 
-    def asked(number):
+    def asked(number: int) -> Any:
         with contextlib.suppress(OSError):
             return of_a_file(part.path(number))
 

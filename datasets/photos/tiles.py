@@ -8,7 +8,7 @@ and of each row of tiles, so that only the rows that are read are checked.
 import shutil
 import struct
 import subprocess
-from typing import NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
@@ -67,21 +67,21 @@ def same_coefficients(one: bytes, other: bytes) -> bool:
     return _transformed(one) == _transformed(other)
 
 
-def _tile_columns(blocks):
+def _tile_columns(blocks: int) -> list[int]:
     """Return divisors of the number of blocks in a row: the one nearest to TILE_COLUMNS first, then larger ones."""
     divisors = [number for number in range(1, blocks + 1) if blocks % number == 0]
     best = min(divisors, key=lambda number: abs(np.log(number / TILE_COLUMNS)))
     return [number for number in divisors if number >= best]
 
 
-def _transformed(content, *options):
+def _transformed(content: bytes, *options: str) -> bytes:
     done = subprocess.run(["jpegtran", "-copy", "none", "-optimize", *options], input=content, capture_output=True)
     if done.returncode or done.stderr:  # damage may be only a warning
         raise NotTiled(done.stderr.decode(errors="replace")[:200])
     return done.stdout
 
 
-def _table(made, there, columns):
+def _table(made: bytes, there: Any, columns: int) -> Optional[bytes]:
     """Return the APP9 segment's content; None if it or a tile would be too long. NotTiled if there are several scans."""
     view = memoryview(made)[there.data :]
     codes = np.frombuffer(view, np.uint8)
@@ -125,7 +125,7 @@ def layout(content: bytes) -> Layout:
     raise NotTiled("it is no JPEG of a usual kind")
 
 
-def _of_frame(content, frame, data):
+def _of_frame(content: bytes, frame: int, data: int) -> Any:
     bits, height, width, components = struct.unpack_from(">BHHB", content, frame + 4)
     if bits != 8 or components not in (1, 3) or not height or not width:
         raise NotTiled("it has other colours than a photograph")

@@ -15,7 +15,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, TYPE_CHECKING, Callable, ClassVar, Union
+from typing import IO, TYPE_CHECKING, Any, Callable, ClassVar, Union
 
 import numpy as np
 
@@ -123,7 +123,7 @@ def load(folder: str, index_folder: str = INPUT_DIR) -> Tree:
     require_folder("the folder", folder, "give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it")
     classes = files.classes(folder)
 
-    def listed(others):
+    def listed(others: dict[str, list[str]]) -> list[tuple[int, str]]:
         return [(number, name) for number, label in enumerate(classes) for name in files.images_below(folder, label, others)]
 
     return indexed(folder, folder, list(classes), list(classes.items()), listed, index_folder)
@@ -154,11 +154,11 @@ def indexed(
     return found
 
 
-def _signature(folder, state):
+def _signature(folder: str, state: Any) -> str:
     return json.dumps([FORMAT, os.path.realpath(folder), files.MOST_PIXELS, state])
 
 
-def _read(path, folder, classes, signature):
+def _read(path: str, folder: str, classes: list[str], signature: str) -> Any:
     """Return the tree, or None where the index is missing, damaged, or of another state of the folder."""
     try:
         with np.load(path, allow_pickle=False) as stored:
@@ -175,7 +175,7 @@ def _read(path, folder, classes, signature):
     return Tree(folder, classes, names, left_out=left_out, **arrays)
 
 
-def _write(path, folder, signature, listed, judged, held):
+def _write(path: str, folder: str, signature: str, listed: Callable[..., Any], judged: Any, held: Any) -> Any:
     others: dict[str, list[str]] = {}
     names = listed(others)
     rows, left_out, changed = [], collections.defaultdict(list), {}
@@ -204,7 +204,7 @@ def _write(path, folder, signature, listed, judged, held):
     write_atomically(path, content.getbuffer())
 
 
-def _names(left_out):
+def _names(left_out: dict[str, list[str]]) -> list[str]:
     """Return the files that were left out for their content, not for their name: if one changes, the index is made again."""
     return [name for reason, names in left_out.items() if not reason.startswith(BY_NAME) for name in names]
 
@@ -217,7 +217,7 @@ def when(path: str) -> int:
         return 0
 
 
-def _bytes(text):
+def _bytes(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
 
 
@@ -260,7 +260,7 @@ def judge_open(file: IO[bytes], name: str) -> Verdict:
     return verdict
 
 
-def _judge_jpeg(file, head, tail) -> Verdict:
+def _judge_jpeg(file: Any, head: Any, tail: Any) -> Verdict:
     """Walk the segments up to the data, and look for the end marker near the file's end. Return a reason if it is damaged;
     SPECIAL, for Pillow alone, if it has 4 components, not 8 bits, or stray bytes between segments."""
     at, frame, odd = 2, None, False
@@ -298,7 +298,7 @@ def _judge_jpeg(file, head, tail) -> Verdict:
     return (GOOD if bits == 8 and components != 4 and not odd else SPECIAL), width, height
 
 
-def _judge_png(head, tail) -> Verdict:
+def _judge_png(head: bytes, tail: bytes) -> Verdict:
     if len(head) < 33 or head[12:16] != b"IHDR":
         return "damaged header"
     width, height, bits, colour = struct.unpack(">IIBB", head[16:26])
@@ -309,7 +309,7 @@ def _judge_png(head, tail) -> Verdict:
     return (GOOD if bits == 8 and colour == 2 else SPECIAL), width, height
 
 
-def _judge_other(file) -> Verdict:
+def _judge_other(file: Any) -> Verdict:
     from PIL import Image
 
     try:

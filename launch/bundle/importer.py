@@ -19,7 +19,7 @@ class Bundle(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         with open(path, encoding="utf-8") as file:
             self.sources = dict(SECTION.findall(file.read()))
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(self, fullname: str, path: object = None, target: object = None):
         place = self._place(fullname)
         if not place:
             return self._without_init(fullname)
@@ -27,7 +27,7 @@ class Bundle(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         file = os.path.join(self.path, place)
         return importlib.util.spec_from_file_location(fullname, file, loader=self, submodule_search_locations=folders)
 
-    def _without_init(self, fullname):
+    def _without_init(self, fullname: str):
         """Return the spec of a folder of modules without __init__.py; None if the bundle has no such folder."""
         folder = fullname.replace(".", "/") + "/"
         if not any(place.startswith(folder) for place in self.sources):

@@ -90,7 +90,7 @@ def find(run: str) -> ExportedRun:
     return ExportedRun(run, weights, about["arguments"], about.get("classes", []), accuracy, epoch)
 
 
-def _best(run):
+def _best(run: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Return the best checkpoint of a run if it is kept, else the newest, as (state, manifest, path); UserError if none."""
     inner = os.path.join(run, "checkpoints")
     folder = inner if os.path.isdir(inner) else run
@@ -104,13 +104,13 @@ def _best(run):
     return newest
 
 
-def _of_checkpoint(state, about, path):
+def _of_checkpoint(state: dict[str, Any], about: dict[str, Any], path: str) -> ExportedRun:
     accuracy = next((row.get("accuracy") for row in _history(state) if row["samples"] == about["samples_seen"]), None)
     weights = evaluated_weights(state)
     return ExportedRun(path, weights, about["arguments"], about.get("classes", []), accuracy, about.get("epoch"))
 
 
-def _history(state):
+def _history(state: dict[str, Any]) -> list[dict[str, Any]]:
     return state.get("run", {}).get("history", [])
 
 

@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -48,6 +48,9 @@ def build(weights: dict, path: str, arch: Optional[str], size: int, num_classes:
 class FromBytes(torch.nn.Module):
     """A network that takes uint8 (N, 3, H, W) and normalises it as the evaluation did."""
 
+    scale: torch.Tensor
+    shift: torch.Tensor
+
     def __init__(self, network: torch.nn.Module, mean: tuple, std: tuple) -> None:
         super().__init__()
         self.network = network
@@ -55,7 +58,7 @@ class FromBytes(torch.nn.Module):
         self.register_buffer("scale", 1 / (255 * scale))
         self.register_buffer("shift", -shift / scale)
 
-    def forward(self, images):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.network(images.to(torch.float32) * self.scale + self.shift)
 
 
@@ -80,7 +83,7 @@ def as_torchscript(network: FromBytes, size: int) -> bytes:
     return file.getvalue()
 
 
-def _exported(network, size):
+def _exported(network: torch.nn.Module, size: int) -> torch.export.ExportedProgram:
     """Return the program of the network for any number of pictures."""
     batch = torch.export.Dim("batch", min=1)
     try:
@@ -91,7 +94,7 @@ def _exported(network, size):
         network.train(False)  # which ends what some networks keep of their last pictures
 
 
-def _compare(network, size, program):
+def _compare(network: torch.nn.Module, size: int, program: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Raise TrainingFailed if the answers to one picture, and to three, are not those of the network."""
     with torch.no_grad():
         apart = max((program(some) - network(some)).abs().max().item() for some in (_pictures(1, size), _pictures(3, size)))
@@ -131,7 +134,7 @@ def as_onnx(network: FromBytes, size: int) -> bytes:
         return Path(path).read_bytes()
 
 
-def _pictures(count, size):
+def _pictures(count: int, size: int) -> torch.Tensor:
     return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
 
 

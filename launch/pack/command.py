@@ -96,7 +96,7 @@ def pack_parquet(paths: list[str], folder: str, options: argparse.Namespace) -> 
     return [rows.name for rows in made]
 
 
-def _busy(folder):
+def _busy(folder: str) -> str:
     return f"another pack is being made in {one_line(folder)}: wait for it, or give another folder"
 
 

@@ -115,7 +115,7 @@ def by_split(names: Sequence[str], place: str) -> dict[str, list[str]]:
 # --- Where the shards are ----------------------------------------------------------------------------------------------
 
 
-def _of_folder(place):
+def _of_folder(place: str) -> tuple[dict[str, int], Callable[[str], Part]]:
     """Return ({name: size}, a function that returns the Part of a name)."""
     require_folder("the folder", place, "give the one that has the shards")
     with os.scandir(place) as entries:
@@ -129,8 +129,8 @@ def _of_folder(place):
     return sizes, functools.partial(_part_of_file, place)
 
 
-def _part_of_file(place, name):
-    def part(begin, length):
+def _part_of_file(place: str, name: str) -> Part:
+    def part(begin: int, length: int) -> bytes:
         with open_regular(os.path.join(place, name)) as file:
             file.seek(begin)
             return file.read(length)
@@ -138,7 +138,7 @@ def _part_of_file(place, name):
     return part
 
 
-def _of_bucket(place):
+def _of_bucket(place: str) -> tuple[dict[str, int], Callable[[str], Part]]:
     store = bucket.Bucket(place)
     items = {store.relative(item.key): item for item in store.items(store.below())}
     reader = ranges.Ranges(store, Patience())
@@ -169,7 +169,7 @@ class _Stream(io.RawIOBase):
         return len(content)
 
 
-def _read(path, name, size, part) -> Indexed:
+def _read(path: str, name: str, size: int, part: Part) -> Indexed:
     stream, samples = _Stream(size, part), defaultdict(dict)
     try:
         for member, place, content in untrusted.in_tar(io.BufferedReader(stream, WINDOW), _is_wanted):
@@ -194,14 +194,14 @@ def _read(path, name, size, part) -> Indexed:
     return Indexed(name, size, stream.digest.hexdigest(), rows)
 
 
-def _key_and_kind(member):
+def _key_and_kind(member: str) -> tuple[str, str]:
     """Return WebDataset's key of a file, which ends at the first dot of its name, and what follows in lower case."""
     folder, name = os.path.split(member)
     key, _, kind = name.partition(".")
     return os.path.join(folder, key), kind.lower()
 
 
-def _is_wanted(member):
+def _is_wanted(member: str) -> bool:
     kind = _key_and_kind(member)[1].rpartition(".")[2]
     return not os.path.basename(member).startswith(".") and kind in (*PICTURES, *labels.FILES)
 
@@ -221,7 +221,7 @@ def _label_in(member: str, kind: str, content: bytes) -> Optional[labels.Label]:
 # --- All shards together -----------------------------------------------------------------------------------------------
 
 
-def _part(place, shards, classes, numbers) -> packed.Packed:
+def _part(place: str, shards: list[Indexed], classes: Any, numbers: Any) -> packed.Packed:
     left_out, rows, taken = defaultdict(list), [], set()
     for number, shard in enumerate(shards):
         for label, name, begin, length, checksum, verdict in shard.rows:
@@ -246,7 +246,7 @@ def _part(place, shards, classes, numbers) -> packed.Packed:
     )  # fmt: skip
 
 
-def _write(folder, split, part):
+def _write(folder: str, split: str, part: Any) -> None:
     used = np.unique(part.shard)  # others have samples that were left out, or are of the other split
     part.shards, part.shard = [part.shards[number] for number in used], np.searchsorted(used, part.shard)
     digest = hashlib.sha256(json.dumps([split, part.shards, part.classes, part.names]).encode())

@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 from common.errors import UserError, of_a_file, one_line
 from common.files import MIB, TEMPORARY, create
@@ -137,7 +137,7 @@ def _opened(path: str) -> Any:
     return file
 
 
-def _of_arrow(path, read):
+def _of_arrow(path: str, read: Callable[[], Any]) -> Any:
     """Return read(); an error of the file is a UserError."""
     arrow: Any = importlib.import_module("pyarrow")
     try:

@@ -155,7 +155,7 @@ def pair(number: int, content: bytes, label: int) -> bytes:
     return _member(f"{key}.{_kind(content)}", content) + _member(f"{key}.cls", b"%d" % label)
 
 
-def _member(name, content):
+def _member(name: str, content: bytes) -> bytes:
     header = tarfile.TarInfo(name)  # no time, no user: the same bytes whoever packs
     header.size = len(content)
     return header.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % BLOCK)

@@ -50,7 +50,7 @@ def mistakes(request: Request) -> Iterator[str]:
             yield f"--env {name}: modelarts takes no $ in a value"
 
 
-def _wrong_accelerator(request):
+def _wrong_accelerator(request: Request) -> Iterator[str]:
     """Yield a line if --accelerator is unknown, or does not match the engine or flavor: the job would fail minutes later."""
     if request.accelerator not in ("gpu", "npu"):
         yield f"--accelerator is {request.accelerator!r}: give gpu or npu"

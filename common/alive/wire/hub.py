@@ -11,7 +11,7 @@ import math
 import selectors
 import socket
 import time
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 from common.alive.wire import channel, secret
 from common.alive.wire.channel import (
@@ -168,7 +168,7 @@ class Hub:
             self._pause = time.monotonic() + PAUSE_SECONDS
             self._selector.unregister(self._listener)
 
-    def _hear_stranger(self, connection):
+    def _hear_stranger(self, connection: Connection) -> None:
         try:
             for message in connection.receive():
                 if connection.proved:
@@ -182,7 +182,7 @@ class Hub:
             connection.tell(refused=str(lost))
             self._refuse(connection, why)
 
-    def _examine(self, connection, message):
+    def _examine(self, connection: Connection, message: dict[str, Any]) -> None:
         if not PROOF(message):
             raise ConnectionLost(NOT_OURS)
         numbers = self._strangers[connection][1], message["nonce"]
@@ -191,7 +191,7 @@ class Hub:
         connection.send(proof=secret.proof(self._key, "hub", *numbers))
         connection.trust()
 
-    def _introduce(self, connection, hello):
+    def _introduce(self, connection: Connection, hello: dict[str, Any]) -> None:
         """Accept or refuse the node that sent this `hello`. Until all nodes have come, UserError or Elsewhere may be raised."""
         if not HELLO(hello):
             raise ConnectionLost(NOT_OURS)
@@ -230,17 +230,17 @@ class Hub:
         self.connections[node] = connection
         self.hellos[node] = {**hello, "host": host, "ahead": hello["clock"] - time.time()}
 
-    def _refuse(self, connection, why):
+    def _refuse(self, connection: Connection, why: str) -> None:
         self._refused[why if why in self._refused or len(self._refused) < 20 else "of other kinds"] += 1
         self._close(connection)
 
-    def _close(self, connection):
+    def _close(self, connection: Connection) -> None:
         self._strangers.pop(connection, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection)
         connection.close()
 
-    def _count_strangers(self, now):
+    def _count_strangers(self, now: float) -> None:
         if self._refused and now - self._told >= STRANGERS_LINE_SECONDS:
             self._told = now
             kinds = ", ".join(f"{number} {why}" for why, number in self._refused.most_common(5))
@@ -248,7 +248,7 @@ class Hub:
             self._say(f"closed {count(number, 'connection')} that did not prove to belong to this job: {kinds}"[:500])
             self._refused.clear()
 
-    def _refuse_all(self, why, newcomer=None):
+    def _refuse_all(self, why: str, newcomer: Optional[Connection] = None) -> None:
         """Tell all nodes that they are refused, and raise UserError; once all have joined, refuse only the newcomer."""
         if newcomer and self._complete:
             newcomer.tell(refused=why)

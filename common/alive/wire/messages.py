@@ -27,7 +27,7 @@ def is_true(value: Any) -> bool:
 def record(optional: tuple = (), **fields: Callable) -> Callable:
     """Return a check for a dict with these fields and no others, each of its form; the `optional` ones may be missing."""
 
-    def fits(value):
+    def fits(value: Any) -> bool:
         known = isinstance(value, dict) and set(value) <= set(fields)
         return known and all(fits(value[name]) if name in value else name in optional for name, fits in fields.items())
 

@@ -41,13 +41,13 @@ class Files(Observer):
     def picture(self, _facts: Facts, name: str, pixels: torch.Tensor, **_: Any) -> None:
         self._side_files.write(os.path.join("examples", f"{name}.png"), png(pixels))
 
-    def _write_metrics(self, facts):
+    def _write_metrics(self, facts: Facts) -> None:
         """Write metrics.jsonl, a row per epoch of the run's history. An empty history is written only over an existing file."""
         history = facts.results.history
         if history or os.path.exists(os.path.join(self._folder, "metrics.jsonl")):
             self._side_files.write("metrics.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in history))
 
-    def _write_state(self, facts):
+    def _write_state(self, facts: Facts) -> None:
         """Write to state.json whether the run is finished. Exit code 0 does not tell: --max_hours ends with 0 as well."""
         state = {"finished": facts.plan.finished(facts.position), "epoch": facts.position.epoch, "epochs": self._epochs}
         self._side_files.write("state.json", json.dumps(state).encode() + b"\n")

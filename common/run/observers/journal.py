@@ -74,14 +74,14 @@ class Journal(Observer):
         if text.startswith(("warning: ", "advice: ")):
             self._event("warning", text=one_line(text).partition(": ")[2])
 
-    def _event(self, event, **facts):
+    def _event(self, event: str, **facts: Any) -> None:
         row = {"time": round(time.time(), 3), "event": event, **facts}
         if self._active:
             self._append("journal.jsonl", row)
         else:
             self._early.append(row)
 
-    def _row(self, facts, epoch, loss=None, lr=None):
+    def _row(self, facts: Facts, epoch: int, loss: Optional[float] = None, lr: Optional[float] = None) -> None:
         before, seen, _ = self._last
         trained = facts.position.samples_seen - facts.plan.resumed_at.samples_seen
         self._last, images = (facts.seconds, trained, epoch), trained - seen
@@ -98,7 +98,7 @@ class Journal(Observer):
         moments.announce("row", row)
         self._append("speed.jsonl", row)
 
-    def _append(self, name, row):
+    def _append(self, name: str, row: dict[str, Any]) -> None:
         self._side_files.append(name, json.dumps(row).encode() + b"\n")
 
 

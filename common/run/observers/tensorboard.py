@@ -28,7 +28,7 @@ class TensorBoard(Observer):
         if self._is_wanted():
             self._add(step, image(step, name, pixels))
 
-    def _scalars(self, facts, values):
+    def _scalars(self, facts: Facts, values: dict[str, float]) -> None:
         step = facts.position.total_steps
         if self._is_wanted():
             self._add(step, *(scalar(step, name, value) for name, value in values.items()))
@@ -36,7 +36,7 @@ class TensorBoard(Observer):
     def _is_wanted(self):
         return self._side_files.writes and packages.there(packages.EVENTS)
 
-    def _add(self, step, *records):
+    def _add(self, step: int, *records: bytes) -> None:
         if self._file is None:
             self._file = os.path.join(self._folder, file_name())
             records = (beginning(step), *records)
@@ -67,7 +67,7 @@ def image(step: int, name: str, pixels: Any) -> bytes:
     return _record(step, summary=summary.image(name, pixels, dataformats="CHW"))
 
 
-def _record(step, **content):
+def _record(step: int, **content: Any) -> bytes:
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
     from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -49,7 +49,7 @@ class Trace(Observer):
         self._recorder.start()
         atexit.register(self._stop)  # a recorder that is not stopped crashes the process at its end
 
-    def _end(self, waited):
+    def _end(self, waited: float) -> None:
         devices.synchronize(self._device)
         wall, recorder = time.monotonic() - self._began, self._recorder
         self._stop()

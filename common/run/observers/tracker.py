@@ -4,7 +4,7 @@ import contextlib
 import subprocess
 import threading
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from common.alive.stops import STOPS
 from common.machine.child import start_python
@@ -29,7 +29,7 @@ class Tracker(Observer):
             hears.start()
             self._started[tool] = child, hears
 
-    def _hear(self, tool, lines):
+    def _hear(self, tool: str, lines: TextIO) -> None:
         for line in lines:
             self._away = self._away | {tool} if line.startswith("warning: ") else self._away - {tool}
             self._side_files.say(line.rstrip())
@@ -40,7 +40,7 @@ class Tracker(Observer):
     def failed(self, _facts: Facts, **_: Any) -> None:
         self._end(FAILURE_SECONDS)
 
-    def _end(self, seconds):
+    def _end(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for child, _ in self._started.values():
             with contextlib.suppress(OSError):  # it has ended
