@@ -149,6 +149,9 @@ def order(path):
 
 def main(words):
     began = time.monotonic()
+    for word in words:
+        if word.startswith("tests/") and not Path(word.partition("::")[0]).exists():
+            sys.exit(f"error: there is no {word}: ls tests shows the folders, one for each room")
     chosen = [word for word in words if is_file(word) or is_folder(word)]
     options = [word for word in words if word not in chosen]
     files = [name for word in chosen or [HERE] for name in ([word] if is_file(word) else files_in(word))]

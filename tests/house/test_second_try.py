@@ -1,9 +1,11 @@
 """python -m tests: what fails is tried once more, alone."""
 
+import subprocess
 import sys
 
 import pytest
 
+from tests.__main__ import files_in, is_folder
 from tests.tools.jobs import ROOT, environment, run
 
 TESTS = """
@@ -53,3 +55,16 @@ def test_one_that_hangs_fails_with_its_stack_and_one_that_dies_is_no_success(tmp
     assert done.returncode == 1 and "time.sleep(10_000)" in done.stdout and "FAILED test_some.py::test_hangs\n" in done.stdout
     died = run([*words, "-k", "dies"], cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)))
     assert died.returncode == 1 and "FAILED test_some.py\n" in died.stdout and "in test_dies" in died.stdout, died.stdout
+
+
+def test_a_room_that_is_mistyped_is_named_and_runs_nothing():
+    words = [sys.executable, "-m", "tests", "tests/common/chekpoints"]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: there is no tests/common/chekpoints: ls tests shows the folders, one for each room\n"
+
+
+def test_a_folder_stands_for_its_files_and_another_folders_name_for_itself():
+    names = {path.rpartition("/")[2] for path in files_in("tests/common/machine")}
+    assert names == {"test_cores.py", "test_drivers.py", "test_malloc.py"}
+    assert [is_folder(word) for word in ("tests/common", "common", "tests/nothing")] == [True, False, False]
