@@ -93,6 +93,8 @@ class Arrival:
         while True:
             place = state.place[number]
             if place == IN_ITS_SHARD:
+                if state.wanted[number] == NOW:  # a fetcher that takes over would bring it first
+                    state.wanted[number] = 0
                 return None
             if place in (ABSENT, PASSES):
                 without_file = 0.0
@@ -148,7 +150,8 @@ class _FetcherWatch:
         self._had_failed = False
 
     def note_pause(self) -> None:
-        """Call this after each pause. If it took long, this process was stopped, and the fetcher perhaps, too: count anew."""
+        """Call this after each pause. If that took long, this process was stopped, and perhaps the fetcher, too: the fetcher's
+        silence counts from now."""
         now = time.monotonic()
         if now - self._noted > GAP_SECONDS:
             self._since = now
@@ -248,16 +251,17 @@ def _fetching(url: str, folder: str) -> Iterator[Callable[..., object]]:
 
     The note is sent when the context ends; if there is none, the process ends then.
     """
-    words = [str(os.getpid()), os.environ.get(heartbeat.PARENT, str(os.getpid())), url, folder]
+    job = str(os.getpid())
+    node = os.environ.get(heartbeat.PARENT, job)  # the parent of the ranks of a node, if there is one
     pipe = subprocess.PIPE
-    child = start_python(process.__name__, *words, env=_without_pulse(), stdin=pipe, stdout=pipe, text=True)
+    child = start_python(process.__name__, job, node, url, folder, env=_without_pulse(), stdin=pipe, stdout=pipe, text=True)
     threading.Thread(target=_repeat, args=(child.stdout,), name="what the fetcher says", daemon=True).start()
-    note: Any = child.stdin
+    to_child: Any = child.stdin
     try:
-        yield lambda *what: note.write(json.dumps(what) + "\n")
+        yield lambda *order: to_child.write(json.dumps(order) + "\n")
     finally:
         with contextlib.suppress(BrokenPipeError):  # it has ended, which readers notice
-            note.close()
+            to_child.close()
 
 
 class _Arrived:

@@ -54,7 +54,7 @@ Event = Union[Arrived, Finished, Exception]
 
 
 class Fetcher:
-    """Fetches one pack. It owns the threads and counts what they bring; what comes next, says the FetchPlan.
+    """Fetches one pack. It owns the threads and counts what they bring; the FetchPlan says what comes next.
 
     `indexes`: paths of the pack's indexes, which a reader has fetched; `path`: of the State.
     """
@@ -105,15 +105,18 @@ class Fetcher:
         return content
 
     def run(self, goes_on: Callable[[], bool], keeps: bool = True) -> bool:
-        """Fetch what is missing while goes_on(); return whether all shards are whole. `keeps`: as far as there is room."""
+        """Delete what is wrong on the disk, and fetch what is missing while goes_on(). Return whether all shards are whole.
+
+        `keeps`: keep shards on the disk, as far as it has room; else all samples pass through.
+        """
         with ThreadPoolExecutor(HASHED_FILES) as pool:
             for shard, is_whole in zip(self.shards, pool.map(self._files.verify_or_delete, self.shards)):
                 shard.is_whole = is_whole
         missing = [shard for shard in self.shards if not shard.is_whole]
-        whole_pack = sum(shard.size for shard in self.shards)
-        self._passing.most_bytes = passing.choose(missing, self._folder, whole_pack, keeps)
         self._files.delete_growing_of_others(ours={shard.growing_path for shard in self.shards})
         _delete_old_passing(self._folder)
+        whole_pack = sum(shard.size for shard in self.shards)
+        self._passing.most_bytes = passing.choose(missing, self._folder, whole_pack, keeps)  # of what room there is now
         for shard in self.shards:
             self._begin(shard)
         with ThreadPoolExecutor(self._ranges.threads) as requests, ThreadPoolExecutor(1) as finisher:
@@ -252,7 +255,7 @@ def _delete_old_passing(folder: str) -> None:
 
 
 class _Progress:
-    """Says how far it is, every ten seconds while shards grow that are kept."""
+    """Prints how much of the pack has arrived, every ten seconds until all shards that are kept are whole."""
 
     def __init__(self, url: str, shards: list[ShardFile], state: State) -> None:
         self._url = url

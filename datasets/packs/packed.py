@@ -259,10 +259,11 @@ def has_index(url: str, split: str, inputs: str) -> bool:
 def _fetch_index(url: str, split: str, inputs: str) -> Optional[str]:
     """Fetch the index of a split from a bucket and return its local path, or None if the bucket has none."""
     address = index_path(url, split)
-    objects = bucket.Bucket(address)
-    if not any(item.key == objects.prefix for item in objects.items(objects.prefix)):
+    store = bucket.Bucket(address)
+    key = store.prefix
+    if not any(item.key == key for item in store.items(key)):
         return None
-    # Not into the folder to which the whole pack would be fetched: there the index is one of its files.
+    # Not into the folder of the pack, where an index says that all shards are there.
     folder = local_folder(os.path.join(url, split), os.path.join(inputs, "index"))
     return index_path(storage.fetch(address, folder), split)
 

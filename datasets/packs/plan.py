@@ -39,7 +39,11 @@ class Samples:
 
     @staticmethod
     def of(splits: list[dict[str, np.ndarray]], shard_sizes: np.ndarray) -> "Samples":
-        """`splits`: of each one "shard", "offset", "length" and "checksum". BadIndex if samples overlap or a shard has none."""
+        """Sort the samples of all splits. BadIndex if samples overlap or a shard has none.
+
+        `splits`: for each, the arrays "shard", "offset", "length" and "checksum"; in this order the State numbers the samples.
+        `shard_sizes`: bytes of each shard.
+        """
         together = {name: np.concatenate([split[name] for split in splits]) for name in splits[0]}
         order = np.lexsort((together["offset"], together["shard"]))
         ordered = {name: values[order] for name, values in together.items()}
@@ -51,12 +55,14 @@ class Samples:
         overlaps[first_of_shard] = False
         if overlaps.any() or len(first_of_shard) != len(shard_sizes):
             raise BadIndex("samples overlap, or a shard has none")
-        begin = np.maximum(offset - HEADER_BYTES, end_before)  # its header goes with a sample, and the rest with the one before
+        begin = np.maximum(
+            offset - HEADER_BYTES, end_before
+        )  # a header goes with its sample, the rest before it with the last one
         begin[first_of_shard] = 0
         last_of_shard = np.append(first_of_shard[1:], len(order)) - 1
         end = np.append(begin[1:], 0)
         end[last_of_shard] = shard_sizes
-        return Samples(order, np.argsort(order), **ordered, begin=begin, end=end)
+        return Samples(number=order, at=np.argsort(order), **ordered, begin=begin, end=end)
 
     def rows(self, unit: slice) -> Iterator[tuple[int, int, int, int]]:
         """Return the number, offset, length and checksum of each sample of a unit."""
@@ -99,7 +105,7 @@ class Content:
 
 
 class FetchPlan:
-    """Owns which samples are asked for, that is on the disk or on their way here, and gives out units of the others."""
+    """Knows which samples are asked for, as they are on the disk or on their way here, and gives out units of the others."""
 
     def __init__(self, samples: Samples, state: State) -> None:
         self._samples = samples
@@ -123,7 +129,7 @@ class FetchPlan:
         longest_first = numbers[np.argsort(since[numbers], kind="stable")]
         for number in longest_first.tolist():
             if not self._is_asked[number]:
-                yield self._ask(int(self._samples.at[number]), chosen)
+                yield self._take(int(self._samples.at[number]), chosen)
 
     def next(self) -> Optional[slice]:
         """Return the next unit in the order of the shards, which then counts as asked for; None if none of the kept is left."""
@@ -131,7 +137,7 @@ class FetchPlan:
         while self._cursor < len(numbers):
             number = numbers[self._cursor]
             if not self._is_asked[number] and self._state.place[number] != PASSES:
-                return self._ask(self._cursor, None)
+                return self._take(self._cursor, None)
             self._cursor += 1
         return None
 
@@ -147,8 +153,9 @@ class FetchPlan:
         """Let samples that passed through, by their numbers in the State, be asked for when they are wanted again."""
         self._is_asked[numbers] = False
 
-    def _ask(self, first: int, chosen: Optional[np.ndarray]) -> slice:
-        """Ask for the samples from `first` on that one request can bring; `chosen`: as long as they are among these."""
+    def _take(self, first: int, chosen: Optional[np.ndarray]) -> slice:
+        """Mark the samples from position `first` on as asked for, and return them as a unit: neighbours in one shard, up to
+        UNIT_BYTES, but at least one. `chosen`, by number: those that may be in it."""
         samples = self._samples
         end = first
         while end < len(samples.number):

@@ -9,7 +9,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import resource
 import signal
 import sys
 import threading
@@ -19,9 +18,11 @@ from common.errors import STOP_SIGNALS, TrainingFailed, UserError, count, one_li
 from common.files import MIB, contents
 from common.storage import once
 from common.storage.bucket import Bucket
+from common.world import network
 from datasets.packs.fetcher import Fetcher
 from datasets.packs.state import BEAT_SECONDS, IN_ITS_SHARD, SignsOfLife, State, lease, state_path, states_of_this_boot
 
+MOST_FILES = 1 << 20  # a shard that grows is one
 GAP_SECONDS = 5  # between two looks, after which this process itself was stopped meanwhile
 FROZEN_SECONDS = 30  # without a sign of life, after which another process takes over
 WATCH_SECONDS = 1.0  # between two looks at who holds the lease
@@ -68,14 +69,13 @@ def main(job: str, node: str, url: str, folder: str) -> None:
 
 
 def _prepare() -> None:
-    """Leave signals to the job, end with it, and allow a file for each shard that grows."""
+    """Prepare this process: stop signals are for the job alone, with which it is killed, and it may have many files open."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the job needs samples until it has saved
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: if it is stopped, it cannot look for the job
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    network.allow_open_files(MOST_FILES)
 
 
 class _FrozenHolder:

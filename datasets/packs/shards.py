@@ -19,6 +19,11 @@ DISK_BLOCK = 512  # bytes of what st_blocks counts
 
 @dataclasses.dataclass(eq=False)
 class ShardFile:
+    """A shard, and how far this process has it.
+
+    The fetcher's main thread changes it; once all samples have come, the thread that finishes it does.
+    """
+
     name: str
     size: int
     sha256: str
@@ -51,8 +56,8 @@ class ShardFolder:
     """Owns the files of the shards in a folder, and the records of what was verified there."""
 
     def __init__(self, folder: str, trusts_digests: bool, progress: Callable[[], None]) -> None:
-        """`trusts_digests`: that a file had the digest of its object when it was fetched is proof enough, as each read compares
-        a checksum. `progress` is called after a file was read whole, which may take long."""
+        """`trusts_digests`: a file that had the digest of its object when it was fetched is not hashed again, because each read
+        compares a checksum. `progress`: called after a file was hashed."""
         self._folder = folder
         self._trusts_digests = trusts_digests
         self._progress = progress
@@ -92,7 +97,7 @@ class ShardFolder:
         return digest
 
     def begin(self, shard: ShardFile) -> None:
-        """Open the file of an unfinished shard. What may be right in it is compared before it is fetched again."""
+        """Open the file in which an unfinished shard grows; make it, in full size, if an earlier start has left none."""
         shard.may_have_bytes = index.has_size(shard.growing_path, shard.size)
         shard.missing = shard.samples.stop - shard.samples.start
         shard.file = os.open(shard.growing_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)

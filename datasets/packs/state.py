@@ -157,7 +157,7 @@ class SignsOfLife:
         self.last_progress = time.monotonic()
 
     def beat(self, over: threading.Event) -> None:
-        """Show signs of life until `over`. A thread runs this."""
+        """Say that this process fetches, and show signs of life until `over`, unless it is stuck. A thread runs this."""
         self.state.show_life()
         self.state.hold()
         while not over.wait(BEAT_SECONDS):

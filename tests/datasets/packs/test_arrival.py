@@ -747,3 +747,29 @@ def test_indexes_that_describe_a_shard_in_two_ways_are_refused(packs):
     np.savez(changed := io.BytesIO(), **arrays)
     with pytest.raises(BadIndex, match=r"train-\d+\.tar has two descriptions"):
         Content.of([indexes[0], changed.getvalue()])
+
+
+def test_what_another_pack_has_left_makes_room_before_it_is_measured(packs, at, monkeypatch):
+    url = packs["original"][1]
+    (part,) = arrival.begin(url, ["train"], "input_dir", starts=False)
+    others = Path(growing(part.arrival.folder, "train-000000.tar", "another pack's"))
+    others.write_bytes(b"much")
+    measured = []
+    disk = os.statvfs
+
+    def statvfs(folder):
+        measured.append(others.exists())
+        return disk(folder)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    state = State(part.arrival.path, part.arrival.samples)
+    index = packed.local_index(url, "train", "input_dir")
+    fetcher.Fetcher(url, part.arrival.folder, [index], part.arrival.path, state, SignsOfLife(state)).run(lambda: False)
+    assert measured == [False]
+
+
+def test_who_has_waited_for_a_sample_of_a_shard_wants_it_no_longer(waiting):
+    reader, state = waiting
+    state.place[1] = shared.IN_ITS_SHARD
+    state.wanted[1] = shared.NOW
+    assert reader.wait(1) is None and not state.wanted.any()
