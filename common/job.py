@@ -55,11 +55,17 @@ class _MakesJobsElastic:
 
 
 class _WatchASingleProcess:
+    """Starts the watcher of a job of one process, once, even if the job parses arguments for a second Run."""
+
+    def __init__(self):
+        self._is_watched = False
+
     def world(self, args: argparse.Namespace) -> None:
-        alone_here = args.world.world_size == 1 and not heartbeat.has_parent()
+        alone_here = args.world.world_size == 1 and not heartbeat.has_parent() and not self._is_watched
         if alone_here and not (args.doctor or args.find_max_batch) and sys.platform == "linux":
             from common.alive import watcher
 
+            self._is_watched = True
             watcher.start_for_single_rank(args.world, lambda since, why: moments.announce("killed", args, since, why))
 
 

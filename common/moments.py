@@ -22,19 +22,31 @@ A listener is an object with a method for each moment that it needs:
 
 import argparse
 import dataclasses
-from typing import Any, Callable, Optional
-
-_listeners: list = []
+from typing import Any, Callable, NamedTuple, Optional
 
 
-def listen(listener: object) -> None:
-    _listeners.append(listener)
+class _Listener(NamedTuple):
+    listener: object
+    of_the_run: bool
+
+
+_listeners: list[_Listener] = []
+
+
+def listen(listener: object, of_the_run: bool = False) -> None:
+    """Let `listener` hear of the moments from here on. `of_the_run`: until the next Run of this process begins."""
+    _listeners.append(_Listener(listener, of_the_run))
+
+
+def begin_run() -> None:
+    """End the listeners of the Run before, as in a notebook whose cell is run again."""
+    _listeners[:] = [one for one in _listeners if not one.of_the_run]
 
 
 def announce(moment: str, *facts: Any) -> None:
     """Call `moment(*facts)` of each listener that has this method, in the order of listen()."""
-    for listener in list(_listeners):
-        if hear := getattr(listener, moment, None):
+    for one in list(_listeners):
+        if hear := getattr(one.listener, moment, None):
             hear(*facts)
 
 

@@ -6,12 +6,14 @@ gives another value than the start before is taken from this start instead of th
 
 import copy
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Callable, Optional, Protocol
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
 from common.errors import UserError
+from common.weights.files import unwrapped
 
 TAKEN = ("model", "run", "about")  # names that a checkpoint itself uses
 SCHEDULES = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
@@ -19,7 +21,189 @@ SCHEDULES = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
 NOT_LISTED = {"initial_lr", "base_lrs", "foreach", "fused", "capturable", "differentiable"}
 
 
-def require_savable(parts: dict[str, Any]) -> None:
+class Stateful(Protocol):
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class SavedParts:
+    """The network of a run, and the objects that are saved beside it, each under a name.
+
+    Owns their settings as this start has made them, how many parameter groups each optimizer had when the epoch began, and
+    which settings differ from those of the checkpoint that was restored.
+    """
+
+    def __init__(self, model: torch.nn.Module, say: Callable[[str], None]):
+        """`model`: the network, or what wraps it, as DataParallel does."""
+        self.network = unwrapped(model)
+        self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
+        self.by_name: dict[str, Stateful] = {}
+        self.changed: dict[str, str] = {}  # settings that differ from the checkpoint: {"lr of optimizer": "0.1 -> 0.2"}
+        self.restored: Optional[tuple[dict[str, Any], str]] = None  # the checkpoint's state and its path, until forgotten
+        self._say = say
+        self._made: dict[str, Any] = {}  # settings as this start has made them, before a checkpoint is restored
+        self._group_counts: dict[str, int] = {}  # of the parameter groups of each optimizer, when the epoch began
+        self._fingerprint: Any = None
+
+    def add(self, named: Mapping[str, Any]) -> None:
+        require_savable(named)
+        self.by_name.update(named)
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        return {name: part for name, part in self.by_name.items() if isinstance(part, Optimizer)}
+
+    def schedules(self) -> list[Any]:
+        return [part for part in self.by_name.values() if is_schedule(part)]
+
+    def learning_rate(self) -> float:
+        """Return the present learning rate of the first group of the part "optimizer"; 0.0 if there is none."""
+        groups = getattr(self.by_name.get("optimizer"), "param_groups", [])
+        return groups[0]["lr"] if groups else 0.0
+
+    def named_weights(self) -> dict[str, torch.nn.Parameter]:
+        """Return {name: weight} of the network, and {"PART.name": weight} of each other part that is a module."""
+        named: dict[str, torch.nn.Parameter] = {}
+        for name, part in self.by_name.items():
+            if isinstance(part, torch.nn.Module):
+                named.update({f"{name}.{inner}": weight for inner, weight in part.named_parameters()})
+        named.update(self.network.named_parameters())
+        return named
+
+    # --- What a checkpoint holds ---
+
+    def note_as_made(self) -> None:
+        """Note the options of optimizers and schedules and the frozen weights, as this start has set them."""
+        options: dict[str, Any] = {name: part.state_dict() for name, part in self.by_name.items() if is_schedule(part)}
+        for name, optimizer in self.optimizers().items():
+            options[name] = [
+                {option: value for option, value in group.items() if option != "params"} for group in optimizer.param_groups
+            ]
+        self._made = copy.deepcopy({"model": self._frozen(), **options})
+
+    def begin_epoch(self) -> None:
+        """Count the parameter groups: those that are added from here on are added again when this epoch is gone on with."""
+        self._group_counts = {name: len(optimizer.param_groups) for name, optimizer in self.optimizers().items()}
+
+    def states(self) -> dict[str, Any]:
+        return {"model": self.network.state_dict(), **{name: _state(part) for name, part in self.by_name.items()}}
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the parts in addition to their states."""
+        added = {name: self._names_in_added_groups(name) for name in self.optimizers()}
+        return {"made": _plain(self._made), "frozen": self._frozen(), "groups": self._group_counts, "added": added}
+
+    def note_state(self, more: Mapping[str, Any]) -> None:
+        """Note the states of the parts, and `more` that a checkpoint holds, without a copy of them."""
+        self._fingerprint = fingerprint([self.states(), more])
+
+    def is_as_noted(self, more: Mapping[str, Any]) -> bool:
+        return self._fingerprint == fingerprint([self.states(), more])
+
+    def _frozen(self) -> list[str]:
+        return [name for name, weight in self.named_weights().items() if not weight.requires_grad]
+
+    def _names_in_added_groups(self, name: str) -> list[list[str]]:
+        """Return, for each parameter group that optimizer `name` has got since note_as_made(), the names of its weights."""
+        names = {weight: weight_name for weight_name, weight in self.named_weights().items()}
+        groups = [group["params"] for group in self.optimizers()[name].param_groups[len(self._made[name]) :]]
+        if any(weight not in names for group in groups for weight in group):
+            raise UserError(
+                f"{name} has got weights that are neither the network's nor those of a module that the run saves, so a "
+                "restart could not find them: give the module to Run, too"
+            )
+        return [[names[weight] for weight in group] for group in groups]
+
+    # --- Restoring ---
+
+    def restore(self, state: dict[str, Any], path: str, within_epoch: bool) -> None:
+        """Restore the parts from the state of the checkpoint at `path`.
+
+        `within_epoch`: without the parameter groups of this epoch, which the job adds again before run.steps().
+        """
+        self.restored = (state, path)
+        self.network.load_state_dict(state["model"])
+        of_the_run = state["run"]
+        made_before = of_the_run.get("made", {})  # checkpoints of version 0.2.0 lack it
+        if made_before.get("model") == self._made["model"]:
+            for name, weight in self.named_weights().items():
+                weight.requires_grad_(name not in of_the_run["frozen"])
+        self._group_counts = of_the_run.get("groups", self._group_counts)
+        schedules_last = sorted(self.by_name, key=lambda name: is_schedule(self.by_name[name]))  # as they set rates
+        for name in schedules_last:
+            part = self.by_name[name]
+            saved = state.get(name)
+            if saved is None or saved == {}:
+                if _state(part) != {}:  # a scaler that was switched off has saved nothing
+                    self._say(f"warning: {path} has no {name}: it starts anew")
+            elif isinstance(part, Optimizer):
+                self._restore_optimizer(name, part, state, path, within_epoch)
+            elif name in made_before:
+                self._restore_schedule(name, part, saved, made_before[name])
+            else:
+                part.load_state_dict(saved)
+
+    def _restore_optimizer(self, name: str, optimizer: Optimizer, state: dict[str, Any], path: str, within_epoch: bool) -> None:
+        saved = state[name]
+        groups = [*saved["param_groups"]]
+        of_the_run = state["run"]
+        _require_same_groups(name, groups, optimizer, path)
+        if "made" in of_the_run:
+            made_before = of_the_run["made"][name]
+            if within_epoch:
+                groups = groups[: of_the_run["groups"][name]]
+            present = len(optimizer.param_groups)
+            weights = self.named_weights()
+            names_in_missing_groups = of_the_run["added"][name][present - len(made_before) :]
+            for names, options in zip(names_in_missing_groups, groups[present:]):
+                optimizer.add_param_group({**options, "params": [weights[one] for one in names]})
+            for index, (group, made, before) in enumerate(zip(groups, self._made[name], made_before)):
+                groups[index] = self._merged(name, group, made, before)
+                rate_is_scheduled = made["lr"] != before["lr"] != group["lr"]
+                if rate_is_scheduled and before["lr"]:
+                    groups[index]["lr"] = group["lr"] * (made["lr"] / before["lr"])
+        elif not self.schedules():  # of version 0.2.0: all options are this start's, the rate too
+            groups = optimizer.state_dict()["param_groups"]
+        used = {number for group in groups for number in group["params"]}
+        states = {number: value for number, value in saved["state"].items() if number in used}
+        optimizer.load_state_dict({"state": states, "param_groups": groups})
+        complete(optimizer)
+
+    def _restore_schedule(self, name: str, schedule: Any, saved: dict[str, Any], made_before: dict[str, Any]) -> None:
+        made = copy.deepcopy(self._made[name])
+        merged = self._merged(name, saved, made, made_before)
+        if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
+            schedule.load_state_dict(merged)
+        elif made == made_before:
+            schedule.load_state_dict(_with_objects_of(made, saved))
+        else:
+            self._repeat_steps(schedule, made, _steps(saved))
+
+    def _repeat_steps(self, schedule: Any, made: dict[str, Any], steps: int) -> None:
+        """Let a schedule that this start has made otherwise take as many steps as the one before had taken."""
+        for name, optimizer in self.optimizers().items():
+            if optimizer is schedule.optimizer:
+                for group, options in zip(optimizer.param_groups, self._made[name]):
+                    group["lr"] = options["lr"]
+        schedule.load_state_dict(made)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch expects an update of the weights before each step
+            for _ in range(steps):
+                schedule.step()
+
+    def _merged(self, name: str, saved: dict[str, Any], made: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+        """Return options: `saved`, but this start's (`made`) where they differ from the last one's (`before`).
+
+        Note in `changed` which differ. `name`: of the part that has them.
+        """
+        differing = {option for option in made.keys() & before.keys() if not _is_same(made[option], before[option])}
+        for option in differing - NOT_LISTED:
+            if not option.startswith("_"):
+                self.changed[f"{option} of {name}"] = f"{before[option]} -> {made[option]}"
+        return {**made, **saved, **{option: made[option] for option in differing}}
+
+
+def require_savable(parts: Mapping[str, Any]) -> None:
     for name, part in parts.items():
         if name in TAKEN:
             raise ValueError(f"nothing that is saved can have the name {name}, which a checkpoint itself uses: give it another")
@@ -27,34 +211,19 @@ def require_savable(parts: dict[str, Any]) -> None:
             raise TypeError(f"{name} is a {type(part).__name__}, without state_dict and load_state_dict: it cannot be saved")
 
 
-def is_schedule(part: Any) -> bool:
+def is_schedule(part: object) -> bool:
     return isinstance(part, SCHEDULES)
 
 
-def optimizers(run: Any) -> dict[str, Optimizer]:
-    return {name: part for name, part in run.parts.items() if isinstance(part, Optimizer)}
-
-
-def groups(run: Any) -> dict[str, int]:
-    return {name: len(part.param_groups) for name, part in optimizers(run).items()}
-
-
-def made(run: Any) -> dict[str, Any]:
-    """Return a copy of the options of optimizers and schedules, and the names of frozen weights, as this start set them."""
-    options: dict[str, Any] = {name: part.state_dict() for name, part in run.parts.items() if is_schedule(part)}
-    for name, part in optimizers(run).items():
-        options[name] = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
-    return copy.deepcopy({"model": _frozen(run), **options})
-
-
-def states(run: Any) -> dict[str, Any]:
-    return {"model": run.model.state_dict(), **{name: _state(part) for name, part in run.parts.items()}}
-
-
-def of_the_run(run: Any) -> dict[str, Any]:
-    """Return what a checkpoint holds of the parts in addition to their states."""
-    added = {name: _added(run, name) for name in optimizers(run)}
-    return {"made": _plain(run.made), "frozen": _frozen(run), "groups": run.groups, "added": added}
+def complete(optimizer: Optimizer) -> None:
+    """Add momentum buffers of 0 to RMSprop if its state is from a run without momentum."""
+    if not isinstance(optimizer, torch.optim.RMSprop):
+        return
+    for options in optimizer.param_groups:
+        if options["momentum"]:
+            for parameter in options["params"]:
+                if optimizer.state.get(parameter):  # a weight that was frozen has no state yet
+                    optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def fingerprint(value: Any) -> Any:
@@ -66,66 +235,18 @@ def fingerprint(value: Any) -> Any:
     return [fingerprint(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def restore(run: Any, state: dict, path: str, within_epoch: bool) -> None:
-    """Restore the parts; `within_epoch`: without this epoch's parameter groups, which the job adds again before run.steps()."""
-    run.model.load_state_dict(state["model"])
-    kept = state["run"]
-    weights = named_weights(run)
-    before = kept.get("made", {})  # checkpoints of version 0.2.0 lack it
-    if before.get("model") == run.made["model"]:
-        for name, weight in weights.items():
-            weight.requires_grad_(name not in kept["frozen"])
-    run.groups = kept.get("groups", run.groups)  # counted when the epoch began
-    for name in sorted(run.parts, key=lambda name: is_schedule(run.parts[name])):  # schedules last: they set rates
-        part, saved = run.parts[name], state.get(name)
-        if saved is None or (isinstance(saved, dict) and not saved):
-            if not isinstance(now := _state(part), dict) or now:  # a scaler that was switched off has saved nothing
-                run.say(f"warning: {path} has no {name}: it starts anew")
-        elif isinstance(part, Optimizer):
-            _restore_optimizer(run, name, state, path, within_epoch)
-        elif name in before:
-            _restore_schedule(run, name, saved, before[name])
-        else:
-            part.load_state_dict(saved)
-
-
-def _restore_optimizer(run: Any, name: str, state: dict[str, Any], path: str, within_epoch: bool) -> None:
-    part, saved, kept = run.parts[name], state[name], state["run"]
-    groups, known = [*saved["param_groups"]], len(part.param_groups)
-    sizes = [[len(group["params"]) for group in all_of_them] for all_of_them in (groups[:known], part.param_groups)]
-    if sizes[0] != sizes[1]:
+def _require_same_groups(name: str, groups: list[dict[str, Any]], optimizer: Optimizer, path: str) -> None:
+    present = optimizer.param_groups
+    sizes_before = [len(group["params"]) for group in groups[: len(present)]]
+    sizes = [len(group["params"]) for group in present]
+    if sizes_before != sizes:
         raise UserError(
-            f"{path} has a {name} with groups of {sizes[0]} weights, and this start has made one with {sizes[1]}: "
+            f"{path} has a {name} with groups of {sizes_before} weights, and this start has made one with {sizes}: "
             "give it the groups of before, or another --output_dir"
         )
-    if "made" in kept:
-        made = run.made[name]
-        before = kept["made"][name]
-        weights = named_weights(run)
-        groups = groups[: kept["groups"][name]] if within_epoch else groups
-        for names, options in zip(kept["added"][name][known - len(before) :], groups[known:]):
-            part.add_param_group({**options, "params": [weights[one] for one in names]})
-        for place, (then, mine, first) in enumerate(zip(groups, made, before)):
-            groups[place] = _merged(run, name, then, mine, first)
-            if mine["lr"] != first["lr"] != then["lr"] and first["lr"]:  # a schedule has changed the rate: scale it
-                groups[place]["lr"] = then["lr"] * (mine["lr"] / first["lr"])
-    elif not any(map(is_schedule, run.parts.values())):  # of version 0.2.0: all options are this start's, the rate too
-        groups = part.state_dict()["param_groups"]
-    used = {number for group in groups for number in group["params"]}
-    states = {number: value for number, value in saved["state"].items() if number in used}
-    part.load_state_dict({"state": states, "param_groups": groups})
-    complete(part)
 
 
-def complete(optimizer: Optimizer) -> None:
-    """Add momentum buffers of 0 to RMSprop if its state is from a run without momentum."""
-    for options in optimizer.param_groups if isinstance(optimizer, torch.optim.RMSprop) else []:
-        for parameter in options["params"] if options["momentum"] else []:
-            if optimizer.state.get(parameter):  # a weight that was frozen has no state yet
-                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-
-
-def _state(part: Any) -> Any:
+def _state(part: Stateful) -> Any:
     return _plain(part.state_dict()) if is_schedule(part) else part.state_dict()
 
 
@@ -136,66 +257,22 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def named_weights(run: Any) -> dict[str, torch.nn.Parameter]:
-    """Return {name: weight} of the network, and {"PART.name": weight} of each other part that is a module."""
-    others = {name: part for name, part in run.parts.items() if isinstance(part, torch.nn.Module)}
-    named = {f"{name}.{key}": weight for name, part in others.items() for key, weight in part.named_parameters()}
-    return {**named, **dict(run.model.named_parameters())}
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two options are equal; options may be tensors."""
+    return bool(torch.as_tensor(one == other).all())
 
 
-def _frozen(run: Any) -> list[str]:
-    return [name for name, weight in named_weights(run).items() if not weight.requires_grad]
-
-
-def _added(run: Any, name: str) -> list[list[str]]:
-    """Return, for each parameter group that optimizer `name` has got since Run.resume(), the names of its weights."""
-    names = {weight: one for one, weight in named_weights(run).items()}
-    groups = [group["params"] for group in run.parts[name].param_groups[len(run.made[name]) :]]
-    if any(weight not in names for group in groups for weight in group):
-        raise UserError(
-            f"{name} has got weights that are neither the network's nor those of a module that the run saves, so a restart "
-            "could not find them: give the module to Run, too"
-        )
-    return [[names[weight] for weight in group] for group in groups]
-
-
-def _merged(run: Any, name: str, saved: dict[str, Any], made: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Return options: `saved`, but this start's (`made`) where they differ from the last one's (`before`); fill run.changed."""
-    others = {key for key in made.keys() & before.keys() if not bool(torch.as_tensor(made[key] == before[key]).all())}
-    for key in others - NOT_LISTED:
-        if not key.startswith("_"):
-            run.changed[f"{key} of {name}"] = f"{before[key]} -> {made[key]}"
-    return {**made, **saved, **{key: made[key] for key in others}}
-
-
-def _restore_schedule(run: Any, name: str, saved: dict[str, Any], before: dict[str, Any]) -> None:
-    part, made = run.parts[name], copy.deepcopy(run.made[name])
-    merged = _merged(run, name, saved, made, before)
-    if isinstance(part, lr_scheduler.ReduceLROnPlateau):
-        part.load_state_dict(merged)
-    elif made == before:
-        part.load_state_dict(_of_the_kinds(saved, made))
-    else:  # another schedule: it takes as many steps as the one before had taken
-        for one, optimizer in optimizers(run).items():
-            for group, options in zip(optimizer.param_groups, run.made[one]) if optimizer is part.optimizer else ():
-                group["lr"] = options["lr"]
-        part.load_state_dict(made)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch expects an update of the weights before each step
-            for _ in range(_steps(saved)):
-                part.step()
-
-
-def _of_the_kinds(saved: Any, made: Any) -> Any:
+def _with_objects_of(made: Any, saved: Any) -> Any:
     """Return `saved` with the objects of `made` where they are equal, as a checkpoint has plain dicts in place of Counters."""
     if saved == made:
         return made
     if isinstance(saved, dict) and isinstance(made, dict):
-        return {key: _of_the_kinds(value, made.get(key)) for key, value in saved.items()}
-    if isinstance(saved, list) and isinstance(made, list):
-        return [_of_the_kinds(*pair) for pair in zip(saved, made)] if len(saved) == len(made) else saved
+        return {key: _with_objects_of(made.get(key), value) for key, value in saved.items()}
+    if isinstance(saved, list) and isinstance(made, list) and len(saved) == len(made):
+        return [_with_objects_of(*pair) for pair in zip(made, saved)]
     return saved
 
 
 def _steps(saved: dict[str, Any]) -> int:
+    """Return the steps that a schedule had taken, by its saved state."""
     return saved["last_epoch"] if "last_epoch" in saved else _steps(saved["_schedulers"][0])

@@ -11,6 +11,7 @@ import torch
 
 from common.address import is_bucket
 from common.checkpoints import checkpoint
+from common.checkpoints.parts import SavedParts
 from common.errors import UserError, one_line
 from common.ranks.barrier import from_rank_0
 
@@ -18,16 +19,18 @@ CLASSES = "list of classes"  # in an identity
 Checkpoint = tuple[dict, dict, str]  # (state, about, path)
 
 
-def identity(args: argparse.Namespace, sampler: Any, model: torch.nn.Module, parts: dict, classes: Sequence[str]) -> dict:
+def identity(args: argparse.Namespace, num_samples: int, parts: SavedParts, classes: Sequence[str]) -> dict[str, Any]:
     """Return what two starts must have in common to belong to one run, as values that an error can quote."""
-    tensors = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    network = parts.network
+    optimizer = parts.by_name.get("optimizer")
+    tensors = [(name, tuple(tensor.shape)) for name, tensor in network.state_dict().items()]
+    parameters = sum(parameter.numel() for parameter in network.parameters())
     digest = hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]
     known = {
-        "model": f"{type(model).__name__} of {parameters:,} parameters ({digest})",
-        "data set": f"{'synthetic' if args.input.synthetic else 'real'}, {sampler.num_samples} samples",
+        "model": f"{type(network).__name__} of {parameters:,} parameters ({digest})",
+        "data set": f"{'synthetic' if args.input.synthetic else 'real'}, {num_samples} samples",
         "seed": args.seed,
-        "optimizer": type(parts["optimizer"]).__name__ if "optimizer" in parts else None,
+        "optimizer": type(optimizer).__name__ if optimizer is not None else None,
     }
     return {**known, CLASSES: describe_classes(classes)} if classes else known
 
@@ -39,13 +42,13 @@ def describe_classes(names: Sequence[str]) -> str:
     return f"{first}{' and so on' if len(names) > 3 else ''} ({len(names)}, {digest})"
 
 
-def create_momentum_buffers(parts: dict) -> None:
+def create_momentum_buffers(optimizer: object) -> None:
     """Create the momentum buffers of SGD as zeros. Torch's fused SGD needs one for all weights or none, but in the first step,
     some may have no gradient; and if a scaler skips that step, the buffers would be uninitialised memory."""
-    if isinstance(parts.get("optimizer"), torch.optim.SGD):
-        for group in parts["optimizer"].param_groups:
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
             for parameter in group["params"] if group["momentum"] else []:
-                parts["optimizer"].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def find_checkpoint(args: argparse.Namespace, places: list, ours: dict, say: Callable) -> Optional[Checkpoint]:

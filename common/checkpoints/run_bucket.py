@@ -97,7 +97,7 @@ class RunBucket:
         """Publish the folder from now on, in the background."""
         self._publisher = Publisher(self._args.output_dir, self._args.output_url, self._say, self._starts)
         self._publisher.start()
-        moments.listen(self)
+        moments.listen(self, of_the_run=True)
 
     def saved(self, surplus: Surplus) -> None:
         """Publish soon, as a checkpoint was written or found. `surplus(names)`: those that are no longer kept."""

@@ -8,7 +8,6 @@ state, which is the one that they would have reached. If it was an evaluation, e
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 import torch
@@ -17,13 +16,14 @@ from common.checkpoints import checkpoint, restore
 from common.elastic.members import Members
 from common.errors import TrainingFailed, UserError
 from common.ranks import collectives
-from common.run import Observer
+from common.run import Observer, Run
 from common.run.about import facts_of_this_start, manifest_of
-from common.run.peers import Fixed
+from common.run.peers import Fixed, Wanted
 
 
 class Elastic(Fixed):
     each_has_a_ledger = False  # the rank that writes notes the samples of all ranks
+    _run: Run  # from meet() on
 
     def __init__(self, args: argparse.Namespace, members: Members):
         super().__init__(args)
@@ -33,12 +33,11 @@ class Elastic(Fixed):
         self.may_write = True
         self._together = self._behind = False  # whether work of all ranks is under way; whether the others have done it
         self._counted: Any = None  # (epoch, consumed, ids of all ranks) of the last step
-        self._run: Any = None
 
     def find(self, look: Callable[[], Optional[restore.Checkpoint]], identity: dict) -> Optional[restore.Checkpoint]:
         return look() if self.shows else None  # the other ranks get the state of this one
 
-    def meet(self, run: Any) -> None:
+    def meet(self, run: Run) -> None:
         if not run.shares:
             raise UserError(
                 "--min_nodes needs a step that can be taken again by other ranks: use jobs/train_ddp_exact.py or "
@@ -66,7 +65,7 @@ class Elastic(Fixed):
         run.shares.deal_again()
         self.agreement.begin()
         self._write_if_chosen()
-        run.allow_stop(run.evaluates)
+        run.due.allow_stop(run.due.evaluates)
 
     def form_again(self) -> None:
         self._form()
@@ -104,20 +103,20 @@ class Elastic(Fixed):
         """Agree on a due stop or save; for --ledger, gather all ranks' sample ids. Called before each step takes effect."""
         run, gather = self._run, self._members.gather
         self.agreement.exchange(lambda own: torch.stack(gather(torch.tensor(own, dtype=torch.float64))).amax(dim=0).tolist())
-        ids = run.loader.ids
+        ids = run.sample_ids
         if run.args.ledger:
             padded = torch.full((run.sampler.global_batch,), -1)
             padded[: len(ids)] = ids
             ids = torch.cat(gather(padded))
         self._counted = [run.position.epoch, run.position.consumed, ids[ids >= 0]]
 
-    def due(self) -> Sequence[float]:
-        return self.agreement.due
+    def agree_after_step(self) -> Wanted:
+        return self.agreement.wanted  # exchanged before the step has counted
 
     def samples_of_step(self, ids: torch.Tensor) -> torch.Tensor:
         return self._counted[2]
 
-    def counted(self) -> None:
+    def note_step(self) -> None:
         if news := self._members.news:
             self._run.tell(Observer.nodes, news=news, ranks=self.size, pause=self._run.clock.since_step())
         self._members.note_step()

@@ -12,18 +12,39 @@ import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import numpy as np
 import torch
 
 from common import VERSION, arguments, devices
 from common.alive import heartbeat
+from common.checkpoints.parts import SavedParts
+from common.checkpoints.position import Position
+from common.checkpoints.saver import Saving
 from common.machine import cores
+from common.run.peers import Fixed
+from common.run.plan import Plan, Results, Sampler
+from common.run.unsaved import Unsaved
 from common.secrets import HIDDEN, is_secret, mask
 
 LAUNCHER = "ANYRANK_LAUNCHER"  # the command of `python -m launch`, which sets it if it has started all nodes
 OF_THE_PLATFORM = {"init_method", "rank", "world_size", "local_rank"}  # options that a platform adds on each node
+
+
+class RunState(Protocol):
+    """What a manifest, a journal and the first lines of a log need of a run."""
+
+    args: argparse.Namespace
+    sampler: Sampler
+    parts: SavedParts
+    unsaved: Unsaved
+    device: torch.device
+    position: Position
+    plan: Plan
+    results: Results
+    peers: Fixed
+    saving: Saving
 
 
 def versions() -> dict[str, str]:
@@ -75,14 +96,14 @@ def export_command(folder: str) -> Optional[str]:
     return ("" if here else f"cd {shlex.quote(str(root))} && ") + shlex.join(words)
 
 
-def manifest_of(run: Any) -> dict[str, Any]:
+def manifest_of(run: RunState) -> dict[str, Any]:
     """Return the manifest of a checkpoint that is made now, without the digest and size of its file."""
     return {
         **vars(run.position),
         "global_batch": run.sampler.global_batch,
         "world_size": run.peers.size,
         "run": run.saving.id,
-        "lr": learning_rate(run.parts),
+        "lr": run.parts.learning_rate(),
         "identity": run.saving.identity,
         "asked": arguments.plain_values(run.args.given),
         "arguments": arguments.plain_values(vars(run.args)),
@@ -91,11 +112,6 @@ def manifest_of(run: Any) -> dict[str, Any]:
         "data_digests": run.saving.data_digests,
         "versions": versions(),
     }
-
-
-def learning_rate(parts: dict) -> float:
-    """Return the present learning rate of the first group of parts["optimizer"]; 0.0 if there is none."""
-    return parts["optimizer"].param_groups[0]["lr"] if "optimizer" in parts else 0.0
 
 
 def code_version() -> dict[str, str]:
@@ -110,7 +126,7 @@ def _short(value: object) -> object:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def facts_of_this_start(run: Any, goes_on_from: Optional[str]) -> dict[str, Any]:
+def facts_of_this_start(run: RunState, goes_on_from: Optional[str]) -> dict[str, Any]:
     args = run.args
     at = run.position
     changed = {name: default for name, default in args.changed.items() if name not in OF_THE_PLATFORM}
@@ -125,7 +141,7 @@ def facts_of_this_start(run: Any, goes_on_from: Optional[str]) -> dict[str, Any]
         "samples_per_epoch": run.sampler.samples_per_epoch,
         "best_by": run.results.best_by,
         "best_is": run.results.best_is,
-        "global_batch": run.global_batch,
+        "global_batch": run.sampler.global_batch,
         "ranks": run.peers.size,
         "synthetic": args.input.synthetic,
         "job": args.job,

@@ -4,16 +4,18 @@ import argparse
 import datetime
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 
 from common import VERSION, arguments, devices
-from common.checkpoints import names, parts, run_folder
+from common.checkpoints import names, run_folder
 from common.checkpoints.evidence import Attempt
+from common.checkpoints.parts import is_schedule
 from common.checkpoints.restore import Checkpoint
 from common.errors import count
 from common.ranks.collectives import has_process_group
+from common.run.about import RunState
 from common.world import folders
 
 # Options whose changes between two starts of one run are listed in a warning; the new value counts from then on.
@@ -45,7 +47,7 @@ def _not_gone_on_from(args: argparse.Namespace, found: object) -> Iterator[str]:
         yield f"warning: {args.output_dir} has weights ({shown}) but no checkpoint: the run begins at its first step"
 
 
-def _course(run: Any) -> str:
+def _course(run: RunState) -> str:
     """Return words for the log: how long the run trains, on what, and where it writes."""
     args, sampler = run.args, run.sampler
     steps = sampler.samples_per_epoch // sampler.global_batch
@@ -70,7 +72,7 @@ def _other_samples(before: Mapping[str, str], now: Mapping[str, str]) -> Iterato
         )
 
 
-def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) -> Iterator[str]:
+def of_run(run: RunState, found: Optional[Checkpoint], attempt: Optional[Attempt]) -> Iterator[str]:
     """Yield the first lines of the log. `found`: the checkpoint that was restored; `attempt`: in which steps starts died."""
     args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
     yield (
@@ -81,12 +83,12 @@ def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) ->
         _, about, path = found
         changed = changes(about["arguments"], vars(args))
         named = {text.split()[0] for text in changed}
-        changed += [f"{name} {how}" for name, how in run.changed.items() if name.split()[0] not in named]
+        changed += [f"{name} {how}" for name, how in run.parts.changed.items() if name.split()[0] not in named]
         if changed:
             yield f"warning: going on with other settings than before: {', '.join(changed)}"
-        within = f"epoch {run.epoch + 1}, after {run.position.consumed} of its samples"
-        place = within if run.epoch < args.epochs else f"all {run.epoch} epochs are done"
-        yield f"going on from {path}: {place}, step {run.total_steps}"
+        within = f"epoch {run.position.epoch + 1}, after {run.position.consumed} of its samples"
+        place = within if run.position.epoch < args.epochs else f"all {run.position.epoch} epochs are done"
+        yield f"going on from {path}: {place}, step {run.position.total_steps}"
         yield from _other_samples(about.get("data_digests", {}), run.saving.data_digests)
         yield _course(run)
         factor = arguments.growth(args, global_batch)
@@ -104,16 +106,15 @@ def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) ->
     if why := folders.not_kept(args, os.environ):
         yield f"warning: {why}; declare an output there, or everything is lost with this container"
     gpus = devices.count() if devices.is_accelerator(run.device) else 0
-    if run.peers.size == 1 and gpus > 1 and not run.uses_all_gpus:
+    if run.peers.size == 1 and gpus > 1 and not run.parts.uses_all_gpus:
         yield f"warning: {gpus - 1} of {gpus} {devices.noun()}s are idle: train_ddp.py uses all of them"
     if args.input.synthetic:
         yield "warning: the images are synthetic: the accuracy means nothing"
-    if not any(weight.requires_grad for weight in run.model.parameters()):
+    if not any(weight.requires_grad for weight in run.parts.network.parameters()):
         yield "warning: no weight of the network requires a gradient: nothing is trained"
-    groups = [group for optimizer in parts.optimizers(run).values() for group in optimizer.param_groups]
-    if any("initial_lr" in group for group in groups) and not any(
-        map(parts.is_schedule, [*run.parts.values(), *run.unsaved.meant])
-    ):
+    groups = [group for optimizer in run.parts.optimizers().values() for group in optimizer.param_groups]
+    schedules = [*run.parts.schedules(), *filter(is_schedule, run.unsaved.meant)]
+    if any("initial_lr" in group for group in groups) and not schedules:
         yield "warning: the schedule of the learning rate is not saved: give it to Run, too: scheduler=scheduler"
     yield from _left_out(run, goes_on=bool(found))
     if attempt and attempt.died_twice_in:  # (epoch, samples before it) of the step in which the last two starts died
@@ -130,7 +131,7 @@ def of_run(run: Any, found: Optional[Checkpoint], attempt: Optional[Attempt]) ->
         yield from _time_left(run)
 
 
-def _left_out(run: Any, goes_on: bool) -> Iterator[str]:
+def _left_out(run: RunState, goes_on: bool) -> Iterator[str]:
     """Yield a line if samples do not fill a global batch, for a new run with a batch that leaves none."""
     samples = run.sampler.num_samples
     size = run.sampler.global_batch
@@ -155,7 +156,7 @@ def _advice_on_batch(samples: int, global_batch: int, parts: int, batch_size: Op
     return f"; a global batch of {sizes[0]} leaves none"
 
 
-def _time_left(run: Any) -> Iterator[str]:
+def _time_left(run: RunState) -> Iterator[str]:
     from common.run.observers.journal import rate_before
 
     rate = rate_before(run.args.output_dir)

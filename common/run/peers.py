@@ -5,8 +5,7 @@ Each rank has its own clock and its own signals, so the ranks take the maximum o
 
 import argparse
 import time
-from collections.abc import Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 
@@ -19,38 +18,56 @@ EXCHANGE_SECONDS = 0.5
 MOST_STEPS = 1000  # between two exchanges
 
 
+class Wanted(NamedTuple):
+    """What is wanted after a step, in numbers, of which the ranks take the maximum."""
+
+    stop_signal: float = 0  # the signal to stop on; 0: none
+    hours_are_over: float = 0  # whether --max_hours is over
+    save: float = 0  # whether a save is due
+
+
+NOTHING = Wanted()
+
+
 class Agreement:
+    """Owns when the ranks have last saved and exchanged what they want, and after how many steps they exchange it next."""
+
     def __init__(self, max_hours: Optional[float], save_seconds: float):
-        self._max_hours, self._save_seconds = max_hours, save_seconds
+        self._max_hours = max_hours
+        self._save_seconds = save_seconds
         self._born = time.monotonic()
-        self.saved()
+        self._saved = self._born
         self.begin()
 
     def begin(self) -> None:
         """Let the next exchange() involve all ranks. All call this after a restore and after each change of the ranks."""
         self._exchanged = time.monotonic()
-        self._steps_left = self._steps_between = 1
-        self.due: Sequence[float] = (0, 0, 0)  # (signal to stop on or 0, whether --max_hours is over, whether to save)
+        self._steps_between = 1
+        self._steps_left = 1
+        self.wanted = NOTHING  # by any rank, as the last exchange() has found it
 
-    def saved(self) -> None:
+    def note_save(self) -> None:
         self._saved = time.monotonic()
 
     def exchange(self, maximum: Optional[Callable[[list[float]], list[float]]]) -> None:
-        """Set `due`, in each step. Several ranks use `maximum`, a reduction, about twice a second; `due` is 0 in between."""
+        """Set `wanted`, in each step. Several ranks use `maximum`, a reduction, about twice a second, and want nothing in
+        between."""
         now = time.monotonic()
-        hours = self._max_hours is not None and now - self._born >= self._max_hours * 3600
-        own = [int(STOPS.noted), int(hours), int(now - self._saved >= self._save_seconds)]
+        hours_are_over = self._max_hours is not None and now - self._born >= self._max_hours * 3600
+        own = Wanted(int(STOPS.noted), int(hours_are_over), int(now - self._saved >= self._save_seconds))
         if maximum is None:
-            self.due = own
+            self.wanted = own
             return
-        self.due = (0, 0, 0)
+        self.wanted = NOTHING
         self._steps_left -= 1
         if self._steps_left > 0:
             return
         step_seconds = (now - self._exchanged) / self._steps_between
-        *self.due, step_seconds = maximum([*own, step_seconds])
+        *wanted, slowest_step = maximum([*own, step_seconds])
+        self.wanted = Wanted(*wanted)
         self._exchanged = now
-        self._steps_left = self._steps_between = max(1, min(MOST_STEPS, int(EXCHANGE_SECONDS / max(step_seconds, 1e-6))))
+        self._steps_between = max(1, min(MOST_STEPS, int(EXCHANGE_SECONDS / max(slowest_step, 1e-6))))
+        self._steps_left = self._steps_between
 
 
 class Fixed:
@@ -66,6 +83,7 @@ class Fixed:
         self.shows = self.rank == 0  # it shows the log, and writes files except in a trial
         self.may_write = self.shows  # now, or later in an elastic job
         self.agreement = Agreement(args.max_hours, args.save_seconds)
+        self._order_is_fixed = False  # in which DistributedDataParallel adds the gradients
 
     def find(self, look: Callable[[], Optional[restore.Checkpoint]], identity: dict) -> Optional[restore.Checkpoint]:
         """Return rank 0's `look()`, a checkpoint or None, on all ranks. UserError if the ranks differ in `identity`."""
@@ -79,9 +97,10 @@ class Fixed:
 
     def before_first_step(self, say: Callable[[str], None]) -> None:
         """Let DistributedDataParallel add the ranks' gradients in the order of every other start. All ranks call it."""
-        if self.size > 1:
+        if self.size > 1 and not self._order_is_fixed:
             from common.ranks import buckets
 
+            self._order_is_fixed = True
             for warning in buckets.fix_all():
                 say(warning)
 
@@ -96,13 +115,14 @@ class Fixed:
         """Return the sample ids of a step that this rank's ledger records: here `ids`, the ids of this rank's own batch."""
         return ids
 
-    def counted(self) -> None:
+    def note_step(self) -> None:
         """Do nothing. Called after each step that counts; an elastic job reports changes of its nodes then."""
 
-    def due(self) -> Sequence[float]:
-        """Return (signal to stop on or 0, whether --max_hours is over, whether to save) after a step, alike on every rank."""
-        self.agreement.exchange((lambda own: collectives.reduce(own, "MAX")) if self.size > 1 else None)
-        return self.agreement.due
+    def agree_after_step(self) -> Wanted:
+        """Return what any rank wants after a step, alike on every rank."""
+        maximum = (lambda own: collectives.reduce(own, "MAX")) if self.size > 1 else None
+        self.agreement.exchange(maximum)
+        return self.agreement.wanted
 
     def together(self, work: Callable, *arguments: Any) -> Any:
         return work(*arguments)

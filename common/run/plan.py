@@ -5,18 +5,44 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
+
+import numpy as np
 
 from common.checkpoints.position import Position
 from common.errors import UserError
 
 
+class Sampler(Protocol):
+    """What a run needs of the sampler of its training data (datasets/sampler.py)."""
+
+    num_samples: int
+    global_batch: int  # samples of all ranks in one step
+
+    @property
+    def samples_per_epoch(self) -> int: ...
+
+    def start_at(self, epoch: int, consumed: int) -> None: ...
+
+    def set_global_batch(self, global_batch: int) -> None: ...
+
+    def step_ids(self, epoch: int, consumed: int) -> np.ndarray: ...
+
+    def __len__(self) -> int: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     args: argparse.Namespace
-    sampler: Any  # of the training data; it knows the size of a step and of an epoch
+    sampler: Sampler
     patience: Optional[int] = None  # epochs without a better one, after which the run ends
-    resumed_at: Any = None  # the Position at which this start has resumed; None until Run.resume()
+    resumed_at: Optional[Position] = None  # the position at which this start has resumed; None until Run.resume()
+
+    @property
+    def began_at(self) -> Position:
+        """The position at which this start has resumed, as `resumed_at`; only after Run.resume()."""
+        assert self.resumed_at is not None
+        return self.resumed_at
 
     def limit(self, at: Position) -> Optional[str]:
         """Return the option that ends the run at this position, or None if the run goes on."""
@@ -34,7 +60,7 @@ class Plan:
         return self.args.max_steps is not None and at.total_steps >= self.args.max_steps
 
     def _epochs_used_up(self, at: Position) -> bool:
-        return self.args.run_epochs is not None and at.epoch - self.resumed_at.epoch >= self.args.run_epochs
+        return self.args.run_epochs is not None and at.epoch - self.began_at.epoch >= self.args.run_epochs
 
     def cut_short(self, at: Position) -> bool:
         """Whether --max_steps or --run_epochs is used up before all --epochs are done."""
@@ -48,7 +74,7 @@ class Plan:
 
     def began_this_epoch(self, at: Position) -> bool:
         """Whether this start began the current epoch, and did not resume it in its middle."""
-        return at.epoch > self.resumed_at.epoch or not self.resumed_at.consumed
+        return at.epoch > self.began_at.epoch or not self.began_at.consumed
 
     def progress(self, at: Position) -> float:
         in_epoch = (at.consumed + self.sampler.global_batch / 2) / self.sampler.samples_per_epoch

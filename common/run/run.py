@@ -20,32 +20,36 @@ import dataclasses
 import signal
 import sys
 import types
-from collections.abc import Iterator, Sequence
-from typing import Any, Callable, Optional
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional, Protocol
 
 import torch
 
 from common import devices, files, moments
 from common.alive.stops import STOPS
-from common.checkpoints import checkpoint, parts, restore, run_folder
+from common.checkpoints import checkpoint, restore, run_folder
 from common.checkpoints.evidence import Evidence
+from common.checkpoints.parts import SavedParts
 from common.checkpoints.position import Position
 from common.checkpoints.saver import Saving
 from common.devices.seeds import EVALUATION, HEAD, TAIL, seed_step
-from common.errors import STOP_SIGNALS, UserError
+from common.errors import STOP_SIGNALS
 from common.moments import REPLACED
 from common.run import first_lines
-from common.run.about import facts_of_this_start, learning_rate, manifest_of
+from common.run.about import facts_of_this_start, manifest_of
 from common.run.clock import Clock
+from common.run.due import Due
 from common.run.gradients import Gradients
 from common.run.losses import Losses, Scaler
 from common.run.observers import Facts, Observer, Observers
 from common.run.peers import Fixed
-from common.run.plan import Plan, Results
+from common.run.plan import Plan, Results, Sampler
 from common.run.scores import Scores
 from common.run.side_files import SideFiles
 from common.run.unsaved import STEPS_WATCHED, Unsaved
-from common.weights.files import unwrapped
+
+if TYPE_CHECKING:
+    from common.run.timing import Trial
 
 NOT_APPLIED = (
     "warning: the last gradients of the epoch that was resumed in its middle were not applied in it, unlike those of others, "
@@ -55,11 +59,24 @@ END = object()  # in place of a batch, where there is none
 UNCHANGED = "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
 
 
+class TrainLoader(Protocol):
+    """What a run needs of the loader of its training data (datasets/loader.py)."""
+
+    ids: torch.Tensor  # of the samples of the batch that it gave last
+    beside: bool  # whether the transfer to the device overlaps the computing
+
+    def transfer_seconds(self) -> float:
+        """Return the seconds of transfer to the device since the last call."""
+        ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
 class Run:
     def __init__(
         self,
         args: argparse.Namespace,
-        sampler: Any,
+        sampler: Sampler,
         model: torch.nn.Module,
         *,
         data_set: Optional[object] = None,
@@ -79,49 +96,42 @@ class Run:
         `patience`: the run ends after this many epochs without a better one. `prof`: measure this many steps, then end.
         `saved`: other objects with a state_dict, saved under these names. `unsaved`: what is trained and meant to begin anew in
         each start, so that no warning names it."""
+        moments.begin_run()
         self.args = args
         self.sampler = sampler
-        self.parts = {}
+        self.loader: Optional[TrainLoader] = None  # of the training, from the first steps() on
+        self.parts = SavedParts(model, self.say)
         self.register(**saved)
+        self.device = next(self.parts.network.parameters()).device
         self.position = Position()
-        self.results = Results(best_by, best_is)
         self.plan = Plan(args, sampler, patience)
-        self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
-        self.model = unwrapped(model)
-        self.device = next(self.model.parameters()).device
-        if args.find_max_batch and not devices.is_accelerator(self.device):
-            raise UserError("--find_max_batch true looks at the memory of a GPU, and this job computes on a CPU")
-        self.peers: Fixed = (REPLACED.peers or Fixed)(args)
-        self.trial = bool(prof) or args.find_max_batch
-        self.side_files = SideFiles(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
+        self.results = Results(best_by, best_is)
         self.clock = Clock(args.print_freq, test_samples)
-        self._observers = Observers(args, self.device, self.side_files, self.peers.may_write and not self.trial)
-        self._data_set = data_set
+        self.trial = _trial(self, prof)
+        self.peers: Fixed = (REPLACED.peers or Fixed)(args)
+        self.side_files = SideFiles(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
+        self.due = Due(args, self.peers, self.side_files)
+        self.losses = Losses(self.device, self.peers.rank, self.peers.size)
+        self.gradients = Gradients({}, {})  # of the parts, from resume() on
         self.saving = Saving(args, classes if len(classes) else names_of_classes(data_set), self.say)
         self.evidence = Evidence(args, self.say, self.saving.last_good)
-        self.unsaved = Unsaved(lambda: [self.model, *self.parts.values()], unsaved, self.say)
-        self.loader: Any = None  # of the training, from the first steps() on
-        self.evaluates = False  # from the end of steps() to end_epoch()
-        self.made: dict[str, Any] = {}  # settings of the parts as this start has made them, before a checkpoint is loaded
-        self.groups: dict[str, int] = {}  # of the weights of each optimizer, when the epoch began
-        self.changed: dict[str, str] = {}  # settings of the parts that differ from the checkpoint
-        self.restored: Any = None  # the checkpoint, until run.steps() of an epoch that an earlier start has begun
-        self._has_begun = False  # whether there was a step in this start
-        self._ended: Optional[bool] = None  # whether an ended epoch was a whole one, until its checkpoint is made
-        self._due = [0.0, 0.0, 0.0]  # what the peers have agreed on (Fixed.due), kept until the weights are updated
-        self._profile: Any = None
-        if prof:
-            from common.run.timing import Profile
+        self.unsaved = Unsaved(lambda: [self.model, *self.parts.by_name.values()], unsaved, self.say)
+        self._observers = Observers(args, self.device, self.side_files, self.peers.may_write and not self.trial)
+        self._ended_epoch_is_whole: Optional[bool] = None  # from end_epoch() on, until the checkpoint of the epoch is made
+        if self.peers.may_write and not self.trial:
+            self.saving.data_digests = data_digests(data_set)
 
-            self._profile = Profile(prof, self.clock, lambda: devices.synchronize(self.device))
+    @property
+    def model(self) -> torch.nn.Module:
+        """The network, without what wraps it."""
+        return self.parts.network
 
     def say(self, text: str) -> None:
         self.side_files.say(text)
 
     def register(self, **saved: Any) -> None:
         """Add objects to save and restore, e.g. run.register(scaler=scaler). Call it before resume()."""
-        parts.require_savable(saved)
-        self.parts.update(saved)
+        self.parts.add(saved)
 
     # --- Observers ---
 
@@ -165,7 +175,7 @@ class Run:
     def goes_on(self) -> bool:
         """Whether this start goes on with a run that had begun; also true in a trial, which skips what only a new run does."""
         self._require_resumed("run.goes_on")
-        return self.saving.goes_on or self.plan.resumed_at.total_steps > 0 or self.trial
+        return self.saving.goes_on or self.plan.began_at.total_steps > 0 or self.trial is not None
 
     def _require_resumed(self, asked: str) -> None:
         if self.plan.resumed_at is None:
@@ -174,7 +184,7 @@ class Run:
     @property
     def shares(self) -> Any:
         """The exact.Shares of an exact job, whose mean() returns the loss of all ranks for step(); None in other jobs."""
-        return self.parts.get("shares")
+        return self.parts.by_name.get("shares")
 
     @property
     def epoch(self) -> int:
@@ -189,7 +199,7 @@ class Run:
     @property
     def unit(self) -> str:
         """What the loader of the training gives: "images", or "samples" of another kind."""
-        return self.loader.unit if hasattr(self.loader, "unit") else "samples"
+        return getattr(self.loader, "unit", "samples")
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -199,44 +209,68 @@ class Run:
     # --- From here to the end: the course of a run ---
 
     def resume(self) -> None:
-        """Restore the checkpoint to go on from, if any, and let stop signals save and end the run. A trial does neither."""
+        """Restore the checkpoint to go on from, if any, and let stop signals save and end the run. A trial does neither.
+
+        Call it after the last run.register(), on every rank."""
         moments.announce("run", self.args, self.unsaved.not_given)
-        restore.create_momentum_buffers(self.parts)
-        self.losses = Losses(self.device, 0, 1) if self.shares else Losses(self.device, self.peers.rank, self.peers.size)
-        self.saving.identity = restore.identity(self.args, self.sampler, self.model, self.parts, self.saving.classes)
-        if self.peers.may_write and not self.trial:
-            self.saving.data_digests = data_digests(self._data_set)
-        self.made, self.groups = parts.made(self), parts.groups(self)
-        self.gradients = Gradients(parts.named_weights(self), parts.optimizers(self))
+        self._prepare_parts()
         found = None if self.trial else self.peers.find(self.saving.find, self.saving.identity)
         if found:
             self.load(*found)
-            self.saving.goes_on, self.saving.saved_at = True, self.position
+            self.saving.goes_on = True
+            self.saving.saved_at = self.position
         if self.side_files.writes and self.args.checkpoints:
-            run_folder.require_room(self.args, checkpoint.estimated_size(state := self.state()))
-            checkpoint.require_plain(checkpoint.snapshot({name: state[name] for name in self.parts}))
+            self._require_that_it_can_be_saved()
         self.peers.meet(self)
         if self.peers.size > 1 and len(getattr(self.sampler, "own", ())) == getattr(self.sampler, "shares", None):
             raise RuntimeError("all ranks would train on the same samples: call sampler.shard(rank, world_size) before Run()")
-        moments.listen(types.SimpleNamespace(returned=self._leave))
+        moments.listen(types.SimpleNamespace(returned=self._finish_after_break), of_the_run=True)
         self.sampler.start_at(self.position.epoch, self.position.consumed)
         self.plan = dataclasses.replace(self.plan, resumed_at=self.position)
-        writes = self.side_files.writes
-        self.evidence.keep(self.peers.rank, attempt=writes, ledger=writes or (self.peers.each_has_a_ledger and not self.trial))
-        self.evidence.begin(self.position.epoch, self.position.consumed)
+        self._begin_evidence()
         self.enter("start")
         self.tell(Observer.resumed)
         if not self.trial:
-            for line in first_lines.of_run(self, found, self.evidence.attempt):
-                self.say(line)
-            about = facts_of_this_start(self, found[2] if found else None) if writes else {}
-            self.tell(Observer.began, about=about)
+            self._say_first_lines(found)
             if self.side_files.shows and self.args.checkpoints:
                 self.unsaved.begin()
-            self.allow_stop()
+            self.due.allow_stop()
             STOPS.listen(self.stop_on, counts=self.peers.told_to_stop)
 
+    def _prepare_parts(self) -> None:
+        """Note the parts, of which all are registered now, as this start has made them."""
+        restore.create_momentum_buffers(self.parts.by_name.get("optimizer"))
+        if self.shares:  # whose loss of a step is that of all ranks
+            self.losses = Losses(self.device, 0, 1)
+        self.saving.identity = restore.identity(self.args, self.sampler.num_samples, self.parts, self.saving.classes)
+        self.parts.note_as_made()
+        self.parts.begin_epoch()
+        self.gradients = Gradients(self.parts.named_weights(), self.parts.optimizers())
+
+    def _require_that_it_can_be_saved(self) -> None:
+        state = self.state()
+        run_folder.require_room(self.args, checkpoint.estimated_size(state))
+        checkpoint.require_plain(checkpoint.snapshot({name: state[name] for name in self.parts.by_name}))
+
+    def _begin_evidence(self) -> None:
+        writes = self.side_files.writes
+        each_rank_writes = self.peers.each_has_a_ledger and not self.trial
+        self.evidence.keep(self.peers.rank, attempt=writes, ledger=writes or each_rank_writes)
+        self.evidence.begin(self.position.epoch, self.position.consumed)
+
+    def _say_first_lines(self, found: Optional[restore.Checkpoint]) -> None:
+        for line in first_lines.of_run(self, found, self.evidence.attempt):
+            self.say(line)
+        path = found[2] if found else None
+        about = facts_of_this_start(self, path) if self.side_files.writes else {}
+        self.tell(Observer.began, about=about)
+
     def epochs(self) -> Iterator[int]:
+        """Yield the number of each epoch that is left, from 0; the first may be one that an earlier start has begun.
+
+        In each, go through run.steps() and then call run.end_epoch(), once. What the job changes outside of these, as a
+        schedule that steps once an epoch, belongs after run.end_epoch() or before run.steps(); the lines before run.steps() run
+        again in a start that goes on within the epoch. The checkpoint of an epoch is made when the next one is asked for."""
         self._require_resumed("run.epochs()")
         if limit := self.plan.limit(self.position):
             place = f"{self.epoch} epochs, {self.total_steps} steps"
@@ -244,77 +278,96 @@ class Run:
         while not self.plan.limit(self.position):
             began = self.position
             self.sampler.start_at(began.epoch, began.consumed)
-            left = len(self.sampler)
+            has_steps = len(self.sampler) > 0
             seed_step(self.args.seed, began.epoch, HEAD)
-            self.groups = parts.groups(self)
+            self.parts.begin_epoch()
             self.clock.begin_lap()
             self.tell(Observer.epoch_began)
-            sizes = sizes_of_weights(self.model) if left and self.side_files.shows else []
+            sizes = sizes_of_weights(self.model) if has_steps and self.side_files.shows else []
             yield began.epoch
-            if left and self.position.total_steps == began.total_steps:
+            if has_steps and self.position.total_steps == began.total_steps:
                 raise RuntimeError("an epoch without a step: the loop over run.epochs() has to go through run.steps(loader)")
-            if self.evaluates:
+            if self.due.evaluates:
                 raise RuntimeError("the loop over run.epochs() has to call run.end_epoch() once, after run.steps()")
             self._save_epoch()
             if sizes and sizes == sizes_of_weights(self.model):
                 self.say(UNCHANGED)
         self._close("limit" if self.plan.cut_short(self.position) else "finished", self.plan.limit(self.position))
 
-    def steps(self, loader: Any) -> Iterator:
+    def steps(self, loader: TrainLoader) -> Iterator[Any]:
+        """Yield the batches of this epoch that are left, on the device. Take a training step with each, and call run.step(loss)
+        once after it, on every rank.
+
+        Before each batch the random generators are seeded, and when the next one is asked for, a checkpoint may be made: what a
+        step changes and a later one needs has to be in the network or in what Run() was given. With exact.Shares, it yields
+        this rank's shares of a batch, and run.step(loss) follows the last of them."""
         if not hasattr(loader, "transfer_seconds"):
             raise TypeError(
                 f"run.steps() was given a {type(loader).__name__}, which does not say which samples it gives, so a restart "
                 "would repeat some: give it SampleLoader(data_set, train_sampler, device) of datasets.loader, which takes "
                 "any data set and a collate_fn (docs/your_own.md)"
             )
-        if self.restored and self.position.consumed:
-            self.load(*self.restored, again=True)
-        self.loader, self.restored = loader, None
-        if not self._has_begun:
-            self.peers.before_first_step(self.say)
-            self._has_begun = True
+        if self.parts.restored and self.position.consumed:
+            self._restore_once_more(*self.parts.restored)
+        self.parts.restored = None
+        self.loader = loader
+        self.peers.before_first_step(self.say)
         self.gradients.observe()
         batches = iter(loader)
         while not (self.plan.epoch_is_over(self.position) or self.plan.steps_used_up(self.position)):
             self.enter("data")
             batch = next(batches, END)
             if batch is END:
-                seen = self.position.consumed
-                expected = self.sampler.samples_per_epoch
-                raise RuntimeError(
-                    f"the loader ended after {seen} of the {expected} samples of this epoch: give it every batch of "
-                    "the sampler that Run() was given"
-                )
-            STOPS.may_end, due = False, self.position.total_steps + 1
-            self.enter("step")
-            self.clock.transferred(loader.transfer_seconds(), loader.beside)
-            self.evidence.note_step_begins(self.position.epoch, self.position.consumed)
-            self.gradients.begin_step()
-            self.unsaved.begin_step()
+                raise self._too_few_batches()
+            total_steps = self.position.total_steps
+            self._begin_step(loader)
             if self.shares:
                 yield from self.shares.of(batch, self.position.samples_seen)
                 if self.shares.interrupted:
-                    batches.close()
+                    if isinstance(batches, Generator):
+                        batches.close()
                     self.peers.form_again()
                     batches = iter(loader)
                     continue
             else:
                 seed_step(self.args.seed, self.position.samples_seen, self.peers.rank)
                 yield batch
-            if self.position.total_steps != due:
+            if self.position.total_steps != total_steps + 1:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
             if not self.trial:
-                self._keep_up()
-        if self.plan.epoch_is_over(self.position) and self.gradients.note_end_of_epoch(
-            self.plan.began_this_epoch(self.position)
-        ):
+                self._save_or_stop_if_due()
+        self._end_steps()
+
+    def _restore_once_more(self, state: dict[str, Any], path: str) -> None:
+        """Restore the parts, which the job may have changed since resume(), as by adding weights to an optimizer."""
+        self.parts.restore(state, path, within_epoch=False)
+        self.gradients.load_state_dict(state["run"])
+
+    def _too_few_batches(self) -> RuntimeError:
+        return RuntimeError(
+            f"the loader ended after {self.position.consumed} of the {self.sampler.samples_per_epoch} samples of this epoch: "
+            "give it every batch of the sampler that Run() was given"
+        )
+
+    def _begin_step(self, loader: TrainLoader) -> None:
+        self.due.begin_step()
+        self.enter("step")
+        self.clock.transferred(loader.transfer_seconds(), loader.beside)
+        self.evidence.note_step_begins(self.position.epoch, self.position.consumed)
+        self.gradients.begin_step()
+        self.unsaved.begin_step()
+
+    def _end_steps(self) -> None:
+        """Save if the epoch is cut short, and let the evaluation begin."""
+        epoch_is_over = self.plan.epoch_is_over(self.position)
+        if epoch_is_over and self.gradients.note_end_of_epoch(self.plan.began_this_epoch(self.position)):
             self.say(NOT_APPLIED)
         self._gather()  # in the evaluation, rank 0 may have to save without the other ranks
-        if not (self.trial or self.plan.epoch_is_over(self.position)):
+        if not (self.trial or epoch_is_over):
             self.save()  # the epoch is incomplete, and the next start continues it from here
-        self._fingerprint = self._mark()
+        self.parts.note_state(self.gradients.state_dict())
         seed_step(self.args.seed, self.position.epoch, EVALUATION)
-        self.allow_stop(evaluates=True)
+        self.due.allow_stop(evaluates=True)
         self.enter("evaluate")
 
     # The order of a step is a contract: where a part fails, the run ends before what is below it (test_step.py).
@@ -327,93 +380,103 @@ class Run:
     #      after the last step of an epoch the save comes after end_epoch(), which has the results of the evaluation
     #   6. the run stops if told to, after it has been saved
     def step(self, loss: torch.Tensor) -> None:
-        """Count and report the step just taken; the last step of --prof exits. A due save or stop comes with the next batch."""
-        loss, ids = loss.detach(), self.loader.ids
+        """Count and report the step just taken; the last one of a trial exits. A due save or stop comes with the next batch."""
+        loss = loss.detach()
+        ids = self.sample_ids
         self.evidence.note_step_counts(self.position.epoch, self.position.consumed, self.peers.samples_of_step(ids))
         self.position = self.position.after_step(self.sampler.global_batch)
         self.losses.add(loss, self.position.total_steps, ids)
         self.gradients.end_step()
         self.unsaved.end_step()
-        self.peers.counted()
-        trained = self.position.samples_seen - self.plan.resumed_at.samples_seen
-        line_is_due = self.clock.stepped(self.sampler.global_batch, trained)
-        speed = self._profile.step(self.sampler.global_batch) if self._profile else None
+        self.peers.note_step()
+        samples_of_this_start = self.position.samples_seen - self.plan.began_at.samples_seen
+        line_is_due = self.clock.stepped(self.sampler.global_batch, samples_of_this_start)
+        speed = self.trial.after_step(self.position.total_steps) if self.trial else None
         if line_is_due:
             self._show_line(loss)
         if speed:
-            self.say(speed)
-            self.tell(Observer.ended)
-            self.enter("done")
-            sys.exit(0)
-        if self.args.find_max_batch:
-            self._end_a_trial_of_a_batch()
+            self._end_trial(speed)
         self.tell(Observer.stepped)
 
-    def _end_a_trial_of_a_batch(self) -> None:
-        from common.devices import largest_batch
+    @property
+    def sample_ids(self) -> torch.Tensor:
+        """The ids of the samples of this rank's batch."""
+        if self.loader is None:
+            raise RuntimeError("run.step() was called without a batch of run.steps(loader)")
+        return self.loader.ids
 
-        steps = self.position.total_steps
-        largest_batch.end_of_step(self.args, steps, self.sampler, lambda: devices.synchronize(self.device))
+    def _end_trial(self, speed: str) -> NoReturn:
+        self.say(speed)
+        self.tell(Observer.ended)
+        self.enter("done")
+        sys.exit(0)
 
     def _show_line(self, loss: torch.Tensor) -> None:
-        if self.position.total_steps > self.plan.resumed_at.total_steps + STEPS_WATCHED:
+        steps_of_this_start = self.position.total_steps - self.plan.began_at.total_steps
+        if steps_of_this_start > STEPS_WATCHED:
             self.unsaved.say_what_is_found("a line of the log")
         self.losses.check(self.args.lr, self.saving.last_good)
         left = self.clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
         speed = self.clock.lap()
-        self.enter("start" if self.position.total_steps == self.plan.resumed_at.total_steps + 1 else "save")
-        rate, overflowed = learning_rate(self.parts), skipped(self.parts)
-        self.tell(Observer.line, loss=loss.item(), lr=rate, speed=speed, seconds_left=left, skipped=overflowed)
+        self.enter("start" if steps_of_this_start == 1 else "save")
+        self.tell(
+            Observer.line,
+            loss=loss.item(),
+            lr=self.parts.learning_rate(),
+            speed=speed,
+            seconds_left=left,
+            skipped=self._skipped_steps(),
+        )
         self.enter("step")
 
-    def _keep_up(self):
-        """Save or stop if that is due; while gradients accumulate, first wait for the update of the weights."""
-        stop_signal, hours_over, save = self.peers.due()
-        by_steps = self.args.save_steps and self.position.total_steps % self.args.save_steps == 0
-        self._due = [max(pair) for pair in zip(self._due, (stop_signal, hours_over, save or bool(by_steps)))]
-        waits = self.gradients.update_wait()
-        if any(self._due):
-            waits = self.peers.all_agree(waits)
-        if waits:
+    def _skipped_steps(self) -> int:
+        """Return how many steps were skipped because their gradients overflowed; 0 if the run saves no Scaler."""
+        scaler = self.parts.by_name.get("scaler")
+        return scaler.skipped() if isinstance(scaler, Scaler) else 0
+
+    def _save_or_stop_if_due(self) -> None:
+        due = self.due.after_step(self.position.total_steps, self.gradients.update_wait())
+        if due is None:
             return
-        (stop_signal, hours_over, save), self._due = self._due, [0.0, 0.0, 0.0]
-        if save and not self.plan.epoch_is_over(self.position):
+        if due.save and not self.plan.epoch_is_over(self.position):
             self.save()
-        self.allow_stop()
-        if stop_signal:
-            self.stop_on(stop_signal)
-        if hours_over:
+        self.due.allow_stop()
+        if due.stop_signal:
+            self.stop_on(due.stop_signal)
+        if due.hours_are_over:
             self.stop(f"--max_hours {self.args.max_hours} is over", 0)
 
     def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
         """Show an epoch's metrics, and its `scores` in the report; count it unless --max_steps cut it short. The checkpoint
-        is made when the loop asks for the next epoch."""
-        if not self.evaluates and not self.position.consumed:
+        is made when the loop asks for the next epoch. Every rank calls it, once, after run.steps()."""
+        if not self.due.evaluates and not self.position.consumed:
             raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
-        self.evaluates = STOPS.may_end = False  # until what belongs to this epoch is complete
+        self.due.end_evaluation()
         self.gradients.invalidate_collected()  # lines between run.steps() and here may have computed others
         self.losses.check(self.args.lr, self.saving.last_good)
         whole = self.plan.epoch_is_over(self.position)
         if whole:
-            if line := self.results.warning_of_best_by(metrics):
-                self.say(line)
+            if warning := self.results.warning_of_best_by(metrics):
+                self.say(warning)
             self.position = self.results.close_epoch(self.position, self.losses.close_epoch(), metrics)
             self.clock.evaluated()
-        self.tell(Observer.epoch_ended, whole=whole, metrics=metrics, scores=scores, skipped=skipped(self.parts))
-        self._ended = whole
+        self.tell(Observer.epoch_ended, whole=whole, metrics=metrics, scores=scores, skipped=self._skipped_steps())
+        self._ended_epoch_is_whole = whole
         seed_step(self.args.seed, self.position.epoch, TAIL)
 
-    def _leave(self, code: object) -> None:
-        if self._ended is not None and not code:  # the loop over run.epochs() was left
+    def _finish_after_break(self, code: object) -> None:
+        """Save the last epoch if the job has left its loop over run.epochs() by a break. Called with its exit code."""
+        if self._ended_epoch_is_whole is not None and not code:
             self._save_epoch()
             self.saving.wait()
             self.enter("publish")
             self.saving.finish_publishing(in_a_hurry=bool(STOPS.noted))
             self.enter("done")
 
-    def _save_epoch(self):
-        whole, self._ended = self._ended, None
-        self.allow_stop()
+    def _save_epoch(self) -> None:
+        whole = self._ended_epoch_is_whole
+        self._ended_epoch_is_whole = None
+        self.due.allow_stop()
         self.save(weights_of_epoch=self.position.epoch if whole else None)
         if self.side_files.shows:
             self.enter("save")
@@ -425,24 +488,24 @@ class Run:
 
     # --- Saving and restoring ---
 
-    def load(self, state: dict, about: dict, path: str, again: bool = False) -> None:
-        """Restore the run from a checkpoint. `again`: once more, as the job may have changed the parts before run.steps()."""
-        self.restored = None if again else (state, about, path)
-        parts.restore(self, state, path, within_epoch=about["consumed"] > 0 and not again)
+    def load(self, state: dict[str, Any], about: dict[str, Any], path: str) -> None:
+        """Restore the run from the checkpoint at `path`. `about`: its manifest."""
+        self.parts.restore(state, path, within_epoch=about["consumed"] > 0)
         self.gradients.load_state_dict(state["run"])
         self.position = Position.of(about)
         self.saving.id = about.get("run", self.saving.id)
         self.losses.load_state_dict(state["run"])
         self.results.history = state["run"]["history"]
-        sizes = [(given.get("batch_size"), given.get("total_batch")) for given in (about["arguments"], vars(self.args))]
-        if sizes[0] == sizes[1]:
+        saved_options = about["arguments"]
+        options = vars(self.args)
+        if all(options.get(name) == saved_options.get(name) for name in ("batch_size", "total_batch")):
             self.sampler.set_global_batch(about["global_batch"])
 
     def save(self, weights_of_epoch: Optional[int] = None) -> None:
         """Save in the background, unless done already, in a trial or with --checkpoints false. Every rank has to call this."""
         self.losses.check(self.args.lr, self.saving.last_good)
         self._gather()
-        self.peers.agreement.saved()
+        self.peers.agreement.note_save()
         if not self.side_files.writes:
             return  # a trial writes nothing, and rank 0 writes for all
         self.saving.require_ours()
@@ -456,35 +519,25 @@ class Run:
             self.unsaved.say_what_is_found("the end of an epoch" if weights_of_epoch else "a save")
         self.saving.require_published()
 
-    def _gather(self):
+    def _gather(self) -> None:
         """Bring to rank 0 what a checkpoint holds of the other ranks. All ranks call it, if there was a step since they did."""
         self.losses.all_reduce()
         if self.args.checkpoints and not self.trial:
             self.gradients.collect()
 
-    def _mark(self):
-        """Return what differs if something was changed that a checkpoint holds."""
-        return parts.fingerprint([parts.states(self), self.gradients.state_dict()])
-
-    def state(self) -> dict:
-        of_the_run = {**self.losses.state_dict(), **self.gradients.state_dict(), **parts.of_the_run(self)}
-        return {**parts.states(self), "run": {**of_the_run, "history": self.results.history}}
+    def state(self) -> dict[str, Any]:
+        of_the_run = {**self.losses.state_dict(), **self.gradients.state_dict(), **self.parts.settings()}
+        return {**self.parts.states(), "run": {**of_the_run, "history": self.results.history}}
 
     # --- Ending ---
 
-    def allow_stop(self, evaluates: bool = False) -> None:
-        """Let a stop signal end this process at once where that is safe: always with one rank; with several, on the one that
-        writes, in an evaluation. Between steps, several ranks first agree to stop (peers.due())."""
-        self.evaluates = evaluates
-        STOPS.may_end = self.peers.size == 1 or (evaluates and self.side_files.writes)
-
     def stop_on(self, number: float) -> None:
-        number = signal.Signals(int(number))
-        self.stop(f"stopped by {number.name}", STOP_SIGNALS[number])
+        stop_signal = signal.Signals(int(number))
+        self.stop(f"stopped by {stop_signal.name}", STOP_SIGNALS[stop_signal])
 
     def stop(self, why: str, code: int) -> None:
         # What the evaluation has changed is not saved: the next start repeats the evaluation, and would change it twice.
-        if not self.evaluates or self._fingerprint == self._mark():
+        if not self.due.evaluates or self.parts.is_as_noted(self.gradients.state_dict()):
             self.save()
         self._close("stopped", why, in_a_hurry=code != 0)
         sys.exit(code)
@@ -504,6 +557,14 @@ class Run:
         saved = self.saving.saved_at == self.position
         self.tell(Observer.left, how=how, why=why, saved=saved, last_good=self.saving.last_good())
         files.release()
+
+
+def _trial(run: Run, prof: Optional[int]) -> "Optional[Trial]":
+    if not (prof or run.args.find_max_batch):
+        return None
+    from common.run.timing import Trial
+
+    return Trial(run.args, prof, run.sampler, run.device, run.clock)
 
 
 def names_of_classes(data_set: Optional[object]) -> list[str]:
@@ -528,8 +589,3 @@ def sizes_of_weights(network: torch.nn.Module) -> list[float]:
     trained = [weight.detach() for weight in network.parameters() if weight.requires_grad]
     sizes = [torch.linalg.vector_norm(weight, dtype=devices.widest(weight.device)) for weight in trained]
     return torch.stack(sizes).tolist() if sizes else []
-
-
-def skipped(parts: dict) -> int:
-    """Return the number of steps that were skipped because their gradients overflowed; 0 if the run saves no Scaler."""
-    return parts["scaler"].skipped() if isinstance(parts.get("scaler"), Scaler) else 0

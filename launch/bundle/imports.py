@@ -48,7 +48,7 @@ def _nodes(path: Path) -> list[ast.AST]:
 
 @functools.lru_cache(maxsize=500)
 def _parse(source: str, name: str) -> list[ast.AST]:
-    kinds = (ast.Import, ast.ImportFrom, ast.Constant, *FUNCTIONS)
+    kinds = (ast.Import, ast.ImportFrom, ast.Constant, ast.If, *FUNCTIONS)
     return [node for node in ast.walk(ast.parse(source, name)) if isinstance(node, kinds)]
 
 
@@ -59,10 +59,10 @@ def _texts_in(path: Path) -> list[str]:
 def names_in(path: Path, at_once: bool = False) -> Iterator[str]:
     """Yield the dotted names that a file imports, each a module or a name in one; UserError for a relative import.
 
-    `at_once`: only those that are imported with the file itself, and not when one of its functions is called.
+    `at_once`: only those that are imported with the file itself, and not when one of its functions is called, or for types.
     """
     nodes = _nodes(path)
-    later = {inner for node in nodes if at_once and isinstance(node, FUNCTIONS) for inner in ast.walk(node)}
+    later = {inner for node in nodes if at_once and _is_passed_over(node) for inner in ast.walk(node)}
     for node in nodes:
         if node in later:
             continue
@@ -75,6 +75,12 @@ def names_in(path: Path, at_once: bool = False) -> Iterator[str]:
                     "bundle: import it by its full name, such as common.files"
                 )
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _is_passed_over(node: ast.AST) -> bool:
+    """Whether Python does not run what is inside, when it imports the file."""
+    is_for_types = isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING"
+    return is_for_types or isinstance(node, FUNCTIONS)
 
 
 def files_of(name: str) -> list[str]:

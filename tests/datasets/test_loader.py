@@ -396,13 +396,15 @@ def test_a_transfer_beside_the_computing_takes_no_time_of_its_own(now):
     assert told.read()["training"] == 2 and told.lap()["transfer"] == 0.5
 
 
-def test_a_profile_leaves_the_warm_up_out(now):
+def test_a_profile_leaves_the_warm_up_out(now, monkeypatch):
     finished, told = [], clock.Clock()
-    profile = timing.Profile(4, told, lambda: finished.append(now[0]))
+    monkeypatch.setattr(timing.devices, "synchronize", lambda _: finished.append(now[0]))
+    args = types.SimpleNamespace(find_max_batch=False)
+    profile = timing.Trial(args, 4, EpochSampler(16, 16, seed=0), torch.device("cpu"), told)
     lines = []
     for step in range(timing.WARM_UP + 4):
         take_a_step(told, now, *((50, 50) if step < timing.WARM_UP else (0.5, 1.5)))
-        lines.append(profile.step(16))
+        lines.append(profile.after_step(step + 1))
     assert lines[:-1] == [None] * (timing.WARM_UP + 3)
     expected = "Training speed was 8.0 images/s over 4 steps: 25% waiting for data, 0% transfer, 75% compute"
     assert lines[-1] == expected and len(finished) == 2  # the device has done its work at both ends

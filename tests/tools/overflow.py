@@ -12,7 +12,7 @@ def overflowing(device, scale, steps=12):
     model = torch.nn.Linear(64, 64, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     scaler = Scaler(device, init_scale=scale)
-    restore.create_momentum_buffers({"optimizer": optimizer, "scaler": scaler})  # as a run does it
+    restore.create_momentum_buffers(optimizer)  # as a run does it
     scales, moved = [scaler.get_scale()], [False]
     for _ in range(steps):
         before = model.weight.detach().clone()

@@ -49,9 +49,10 @@ def of_a_rank(args: argparse.Namespace, shows: bool, writes: bool, may_write: bo
 class Observers:
     def __init__(self, args: argparse.Namespace, device: torch.device, side_files: SideFiles, may_write: bool):
         kinds = of_a_rank(args, side_files.shows, side_files.writes, may_write)
-        self._side_files, self._present = side_files, [kind(args, device, side_files) for kind in kinds]
+        self._side_files = side_files
+        self._present: list[Observer] = [kind(args, device, side_files) for kind in kinds]
         self._newest: Any = None  # the last Facts
-        moments.listen(self)
+        moments.listen(self, of_the_run=True)
 
     def tell(self, moment: Callable[..., None], facts: Facts, **more: Any) -> None:
         """Call `moment`, a method of Observer, of each observer. Drop one that fails; a loader worker's death is raised."""

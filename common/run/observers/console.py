@@ -68,7 +68,7 @@ class Console(Observer):
             self._say(f"{place} train_loss={loss:.4f} lr={lr:.6g} {facts.unit}_per_s={rate:.0f} left={left} {split}")
         if not self._imported:
             self._import_packages()
-        if not self._advised and at.total_steps - facts.plan.resumed_at.total_steps > WARM_UP:
+        if not self._advised and at.total_steps - facts.plan.began_at.total_steps > WARM_UP:
             line = advice(self._args.input.remedies, speed["waiting_for_data"])
             self._advised = line is not None
             if line:

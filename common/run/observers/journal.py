@@ -83,7 +83,7 @@ class Journal(Observer):
 
     def _row(self, facts: Facts, epoch: int, loss: Optional[float] = None, lr: Optional[float] = None) -> None:
         before, seen, _ = self._last
-        trained = facts.position.samples_seen - facts.plan.resumed_at.samples_seen
+        trained = facts.position.samples_seen - facts.plan.began_at.samples_seen
         self._last, images = (facts.seconds, trained, epoch), trained - seen
         if not self._active:
             return

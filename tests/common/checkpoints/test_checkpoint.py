@@ -20,11 +20,11 @@ import torch
 import torchvision
 
 from common.checkpoints import checkpoint
+from common.checkpoints.parts import SavedParts
 from common.checkpoints.position import Position
 from common.checkpoints.pretrained import about_weights, fit, load_weights, read_weights
 from common.checkpoints.saver import Saving
 from common.errors import TrainingFailed, UserError
-from common.run.about import learning_rate
 from common.weights.files import evaluated_weights, write_weights
 
 
@@ -241,8 +241,12 @@ def test_of_a_copied_bucket_a_start_goes_on_from_what_is_whole(folder, pt, newes
 
 
 def test_a_manifest_has_the_rate_of_the_optimizer_and_0_where_none_has_this_name():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.25)
-    assert learning_rate({"optimizer": optimizer}) == 0.25 and learning_rate({"generator": optimizer}) == 0
+    network = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.25)
+    for name, rate in (("optimizer", 0.25), ("generator", 0.0)):
+        parts = SavedParts(network, print)
+        parts.add({name: optimizer})
+        assert parts.learning_rate() == rate
 
 
 @pytest.mark.parametrize("kept", [None, 100])

@@ -253,3 +253,50 @@ def test_its_report_has_the_scores_of_the_last_evaluation_and_its_console_the_wh
 def test_the_rate_of_the_last_start_is_that_of_all_whole_rows(tmp_path, content, rate):
     (tmp_path / "speed.jsonl").write_text(content)
     assert rate_before(str(tmp_path)) == rate
+
+
+TWO_RUNS = """
+import torch
+from common import arguments, progress
+from common.run import Run
+from common.job import run_job
+from datasets.loader import SampleLoader
+from datasets.sampler import EpochSampler
+
+def train(name):
+    parser = arguments.general_parser("", data="is not used", workers=0)
+    args = arguments.parse(parser, ["--output_dir", name, "--epochs", "1", "--enable_gpu", "false"])
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data_set = torch.utils.data.TensorDataset(torch.ones(8, 2))
+    sampler = EpochSampler(8, 4, seed=0)
+    run = Run(args, sampler, model, optimizer=optimizer)
+    run.resume()
+    for _ in run.epochs():
+        for images, in run.steps(SampleLoader(data_set, sampler, run.device)):
+            loss = model(images).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.step(loss)
+        run.end_epoch(accuracy=0.5)
+    progress.say(f"warning: {name} is over")
+
+def main():
+    train("first")
+    train("second")
+    raise ValueError("after both")
+
+run_job(main)
+"""
+
+
+def test_two_runs_of_one_process_do_not_meet(tmp_path):
+    """As in a notebook: what the second one says is not in the journal of the first, and neither is how it ends."""
+    (tmp_path / "both.py").write_text(TWO_RUNS)
+    done = run_forked([tmp_path / "both.py"], tmp_path, {"PYTHONPATH": str(ROOT)}, check=1)
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == ["error: ValueError: after both"]
+    first = (tmp_path / "first" / "journal.jsonl").read_text()
+    second = (tmp_path / "second" / "journal.jsonl").read_text()
+    assert "first is over" in first and "second is over" not in first and "after both" not in first
+    assert "second is over" in second and "first is over" not in second and "after both" in second

@@ -6,7 +6,6 @@ Each row is a copy of jobs/train.py with ordinary parts of torch in it, put in a
 import collections
 import random
 import signal
-import types
 
 import numpy as np
 import pytest
@@ -359,22 +358,23 @@ def test_gradients_that_wait_at_the_end_of_an_epoch_belong_to_its_checkpoint(pla
 
 
 def run_of(build):
-    """What common/checkpoints/parts.py needs of a Run."""
+    """The parts of a run."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
-    made = types.SimpleNamespace(
-        model=model, parts=build(model), changed={}, restored=None, said=[],
-    )  # fmt: skip
-    made.say = made.said.append
-    made.made, made.groups = parts.made(made), parts.groups(made)
-    return made
+    said = []
+    run = parts.SavedParts(model, said.append)
+    run.add(build(run.network))
+    run.note_as_made()
+    run.begin_epoch()
+    run.said = said
+    return run
 
 
 def train(run, *steps):
     for step in steps:
         images = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
-        for part in run.parts.values():
-            take_a_step(part, run.model, images)
+        for part in run.by_name.values():
+            take_a_step(part, run.network, images)
 
 
 def take_a_step(part, model, images):
@@ -396,14 +396,14 @@ def take_a_step(part, model, images):
 
 def saved(run):
     """Its state, as a checkpoint gives it back."""
-    state = checkpoint.snapshot({**parts.states(run), "run": {"history": [], **parts.of_the_run(run)}})
+    state = checkpoint.snapshot({**run.states(), "run": {"history": [], **run.settings()}})
     checkpoint.require_plain(state)
     return read(bytes(checkpoint.encode(state)), verified=True)
 
 
 def gone_on(run, build, within_epoch=False):
     other = run_of(build)
-    parts.restore(other, saved(run), "its checkpoint", within_epoch)
+    other.restore(saved(run), "its checkpoint", within_epoch)
     return other
 
 
@@ -527,26 +527,26 @@ def test_groups_that_were_added_come_again_where_the_lines_of_this_epoch_do_not_
         return {"optimizer": sgd(model[2])}
 
     def add(run, lr):
-        optimizer = run.parts["optimizer"]
-        layer = run.model[0]
+        optimizer = run.by_name["optimizer"]
+        layer = run.network[0]
         optimizer.add_param_group({"params": [(layer.weight, layer.bias)[len(optimizer.param_groups) - 1]], "lr": lr})
 
     first = run_of(build)
     train(first, 0)
     add(first, 0.05)
-    first.groups = parts.groups(first)  # as run.epochs() does it when an epoch begins
+    first.begin_epoch()  # as run.epochs() does it when an epoch begins
     add(first, 0.02)  # in the lines before run.steps()
     train(first, 1)
     within = gone_on(first, build, within_epoch=True)
-    assert len(within.parts["optimizer"].param_groups) == 2
+    assert len(within.by_name["optimizer"].param_groups) == 2
     add(within, 0.03)  # the same lines
-    parts.restore(within, saved(first), "its checkpoint", within_epoch=False)  # as run.steps() does it when an epoch goes on
+    within.restore(saved(first), "its checkpoint", within_epoch=False)  # as run.steps() does it when an epoch goes on
     for other in (within, gone_on(first, build)):
         assert_same_bits(saved(other)["optimizer"], saved(first)["optimizer"])
         train(other, 2)
     assert_same_bits(saved(within)["model"], saved(other)["model"])
     with pytest.raises(UserError, match="optimizer has got weights that are neither the network's"):
-        first.parts["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        first.by_name["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
         saved(first)
     with pytest.raises(UserError, match=r"an? optimizer with groups of \[2\] weights, and this start has made one with"):
         gone_on(within, lambda model: {"optimizer": sgd(model)})
@@ -562,21 +562,21 @@ def test_only_what_this_start_has_made_otherwise_counts_instead():
 
     first = run_of(build(0.1, 10))
     train(first, *range(5))
-    (then,) = first.parts["optimizer"].param_groups
+    (then,) = first.by_name["optimizer"].param_groups
     other = gone_on(first, build(0.1, 10, weight_decay=0.5))
     assert other.changed == {"weight_decay of optimizer": "0 -> 0.5"}
-    assert other.parts["optimizer"].param_groups[0] | {"params": 0} == then | {"weight_decay": 0.5, "params": 0}
+    assert other.by_name["optimizer"].param_groups[0] | {"params": 0} == then | {"weight_decay": 0.5, "params": 0}
     half = gone_on(first, build(0.05, 20))
     assert half.changed == {"lr of optimizer": "0.1 -> 0.05", "T_max of scheduler": "10 -> 20"}
-    (now,) = half.parts["optimizer"].param_groups
+    (now,) = half.by_name["optimizer"].param_groups
     undisturbed = run_of(build(0.05, 20))
     train(undisturbed, *range(5))
-    assert now["lr"] == undisturbed.parts["optimizer"].param_groups[0]["lr"] and now["initial_lr"] == 0.05
+    assert now["lr"] == undisturbed.by_name["optimizer"].param_groups[0]["lr"] and now["initial_lr"] == 0.05
     assert_same_bits(saved(half)["scheduler"], saved(undisturbed)["scheduler"])
-    parts.restore(half, saved(first), "its checkpoint", within_epoch=False)  # once more, as in the midst of an epoch
+    half.restore(saved(first), "its checkpoint", within_epoch=False)  # once more, as in the midst of an epoch
     assert_same_bits(saved(half)["scheduler"], saved(undisturbed)["scheduler"])
     again = gone_on(half, build(0.05, 20))
-    assert not again.changed and again.parts["optimizer"].param_groups[0]["lr"] == now["lr"]
+    assert not again.changed and again.by_name["optimizer"].param_groups[0]["lr"] == now["lr"]
 
 
 def test_weights_that_were_unfrozen_stay_so():
@@ -585,8 +585,8 @@ def test_weights_that_were_unfrozen_stay_so():
         return {"optimizer": sgd(model)}
 
     first = run_of(build)
-    first.model[0].requires_grad_(True)
-    assert all(weight.requires_grad for weight in gone_on(first, build).model.parameters())
+    first.network[0].requires_grad_(True)
+    assert all(weight.requires_grad for weight in gone_on(first, build).network.parameters())
 
 
 def test_a_checkpoint_of_0_2_0_gives_the_options_of_this_start():
@@ -595,11 +595,11 @@ def test_a_checkpoint_of_0_2_0_gives_the_options_of_this_start():
     state = saved(first)
     state["run"] = {"history": []}
     other = run_of(lambda model: {"optimizer": sgd(model, lr=0.3)})
-    parts.restore(other, state, "its checkpoint", within_epoch=False)
-    assert other.parts["optimizer"].param_groups[0]["lr"] == 0.3
+    other.restore(state, "its checkpoint", within_epoch=False)
+    assert other.by_name["optimizer"].param_groups[0]["lr"] == 0.3
     scheduled = run_of(lambda model: {"optimizer": (to := sgd(model, lr=0.3)), "scheduler": lr_scheduler.StepLR(to, 3)})
-    parts.restore(scheduled, state, "its checkpoint", within_epoch=False)
-    assert scheduled.parts["optimizer"].param_groups[0]["lr"] == 0.1
+    scheduled.restore(state, "its checkpoint", within_epoch=False)
+    assert scheduled.by_name["optimizer"].param_groups[0]["lr"] == 0.1
     assert_same_bits(saved(other)["optimizer"]["state"], saved(first)["optimizer"]["state"])
 
 
@@ -673,5 +673,5 @@ def test_a_finished_run_that_trains_longer_has_the_rate_of_the_longer_schedule(n
     train(first, *range(8))
     other = gone_on(first, build(18))
     train(longer, *range(8))
-    assert other.parts["optimizer"].param_groups[0]["lr"] == longer.parts["optimizer"].param_groups[0]["lr"]
+    assert other.by_name["optimizer"].param_groups[0]["lr"] == longer.by_name["optimizer"].param_groups[0]["lr"]
     assert_same_bits(saved(other)["scheduler"], saved(longer)["scheduler"])
