@@ -76,20 +76,23 @@ class Arrival:
         yield from ahead
 
     def want(self, numbers: np.ndarray) -> None:
-        """Ask for samples that will be read soon, but for those that are in their shard or were asked for lately."""
+        """Ask for samples that will be read soon, unless they are in their shard, waited for, or were asked for lately."""
         state = _mapped(self.path, self.samples)
-        since = state.wanted[numbers]
-        half_forgotten = time.monotonic_ns() - UNREAD_SECONDS // 2 * 10**9
-        is_to_be_asked = (since == 0) | ((since != NOW) & (since < half_forgotten))
-        missing = numbers[is_to_be_asked & (state.place[numbers] != IN_ITS_SHARD)]
+        asked_at = state.wanted[numbers]
+        renew_before = time.monotonic_ns() - UNREAD_SECONDS // 2 * 10**9  # what was wanted UNREAD_SECONDS ago no longer is
+        is_due = (asked_at == 0) | ((asked_at != NOW) & (asked_at < renew_before))
+        missing = numbers[is_due & (state.place[numbers] != IN_ITS_SHARD)]
         if len(missing):
             state.wanted[missing] = time.monotonic_ns()
             state.ring()
 
     def wait(self, number: int) -> Optional[bytes]:
-        """Return when the sample is there: its bytes, if it passes through. UserError or TrainingFailed if it does not come."""
+        """Wait until a sample is there. Return its bytes if it passes through, None if it can be read from its shard.
+
+        UserError or TrainingFailed if it cannot come.
+        """
         state = _mapped(self.path, self.samples)
-        without_file = 0.0  # seconds in a row, of pauses
+        seconds_without_file = 0.0  # in a row, though the State says that the sample is in its file
         while True:
             place = state.place[number]
             if place == IN_ITS_SHARD:
@@ -97,16 +100,16 @@ class Arrival:
                     state.wanted[number] = 0
                 return None
             if place in (ABSENT, PASSES):
-                without_file = 0.0
+                seconds_without_file = 0.0
                 self._wait_for_place(number, state)
                 continue
             with contextlib.suppress(FileNotFoundError):  # the fetcher has deleted it just now
                 content = contents(os.path.join(passing_folder(self.path), str(number)))
                 state.wanted[number] = 0
                 return content
-            if without_file > GONE_SECONDS:
+            if seconds_without_file > GONE_SECONDS:
                 raise TrainingFailed(f"samples in {passing_folder(self.path)} are gone: start again to go on")
-            without_file += FIRST_PAUSE
+            seconds_without_file += FIRST_PAUSE
             time.sleep(FIRST_PAUSE)
 
     def _wait_for_place(self, number: int, state: State) -> None:
@@ -150,32 +153,32 @@ class _FetcherWatch:
         self._had_failed = False
 
     def note_pause(self) -> None:
-        """Call this after each pause. If that took long, this process was stopped, and perhaps the fetcher, too: the fetcher's
-        silence counts from now."""
+        """Count the fetcher's silence from now if more than GAP_SECONDS have passed since the last call or require_alive():
+        this process was stopped, and perhaps the fetcher, too. Call it after each pause."""
         now = time.monotonic()
         if now - self._noted > GAP_SECONDS:
             self._since = now
         self._noted = now
 
     def require_alive(self) -> None:
-        """Raise an error if there is nothing to wait for.
+        """Raise an error if this loader's rank has ended, the fetcher has failed, or it has been silent for too long.
 
-        The fetcher's own error is raised at the second look in a row, as the process of another job may be about to go on.
+        The fetcher's error is raised at the second look in a row, as the fetcher of another job may be about to take over.
         """
         rank = multiprocessing.parent_process()
         if rank and not rank.is_alive():
             raise TrainingFailed(f"the rank of loader process {os.getpid()} has ended")
         nobody_fetches = once.is_free(lease(self._arrival.path))
-        error = self._state.failure(self._arrival.since)
-        has_failed = error is not None and nobody_fetches
-        if error and has_failed and self._had_failed:
-            raise error
-        self._had_failed = has_failed
+        failure = self._state.failure(self._arrival.since) if nobody_fetches else None
+        if failure is not None and self._had_failed:
+            raise failure
+        self._had_failed = failure is not None
         has_begun = self._state.pulse > self._arrival.since
-        silent = time.monotonic() - max(self._state.pulse, self._since)
-        if silent > (LOST_SECONDS if has_begun else START_SECONDS):
-            what = "has ended" if nobody_fetches else f"has shown no sign of life for {silent:.0f} s"
+        silent_seconds = time.monotonic() - max(self._state.pulse, self._since)
+        if silent_seconds > (LOST_SECONDS if has_begun else START_SECONDS):
+            what = "has ended" if nobody_fetches else f"has shown no sign of life for {silent_seconds:.0f} s"
             raise TrainingFailed(f"the process that fetches {one_line(self._arrival.url)} {what}: start again to go on")
+        self._noted = time.monotonic()  # a look at the lease may take long on a slow disk
 
 
 @functools.lru_cache(8)
@@ -265,7 +268,7 @@ def _fetching(url: str, folder: str) -> Iterator[Callable[..., object]]:
 
 
 class _Arrived:
-    """Adds to the rows of speed.jsonl how many bytes have come since the last one, and how many were on the disk already."""
+    """Adds to each row of speed.jsonl how many MiB have come since the row before: ahead, in turn, and found on the disk."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -273,9 +276,8 @@ class _Arrived:
 
     def row(self, row: dict[str, Any]) -> None:
         arrived = self._state.arrived.copy()
-        if (arrived < self._counted).any():  # another process fetches now, and counts anew
-            self._counted = arrived
-        new = arrived - self._counted
+        another_fetches = bool((arrived < self._counted).any())  # and counts from 0: what it had on the disk is not new
+        new = np.zeros_like(arrived) if another_fetches else arrived - self._counted
         row.update((name, round(size / MIB, 3)) for name, size in zip(ARRIVED, new.tolist()))
         self._counted = arrived
 

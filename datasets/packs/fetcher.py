@@ -18,10 +18,9 @@ from common.storage import listing, once
 from common.storage.bucket import Bucket, Item
 from common.storage.index import Index
 from common.storage.ranges import Ranges
-from datasets.packs import passing
-from datasets.packs.passing import Passing
+from datasets.packs.passing import Passing, choose_what_passes
 from datasets.packs.plan import BadIndex, Content, FetchPlan
-from datasets.packs.shards import ShardFile, ShardFolder, growing
+from datasets.packs.shards import ShardFile, ShardFolder, delete_growing, growing
 from datasets.packs.state import (
     AHEAD,
     IN_ITS_SHARD,
@@ -54,12 +53,16 @@ Event = Union[Arrived, Finished, Exception]
 
 
 class Fetcher:
-    """Fetches one pack. It owns the threads and counts what they bring; the FetchPlan says what comes next.
+    """Fetches the shards that some indexes name. It owns the threads that do, and counts what they bring.
 
-    `indexes`: paths of the pack's indexes, which a reader has fetched; `path`: of the State.
+    The FetchPlan says what comes next.
     """
 
     def __init__(self, url: str, folder: str, indexes: list[str], path: str, state: State, life: SignsOfLife) -> None:
+        """List the bucket; UserError if it is not what the indexes say.
+
+        `folder`: for the shards; `indexes`: local paths of the pack's indexes; `path`: of the State's file.
+        """
         self._url = url
         self._folder = folder
         self._state = state
@@ -69,11 +72,11 @@ class Fetcher:
         self._ranges = Ranges(bucket, Patience())
         self._passing = Passing(path, state)
         self._indexes = self._read_indexes(indexes, objects)
-        content = self._content(objects)
+        content = self._checked_content(objects)
         self._samples = content.samples
         self._plan = FetchPlan(content.samples, state)
         self._units = UnitFetcher(url, self._ranges, content.samples, state, self._passing, life)
-        self._files = ShardFolder(folder, content.is_compared_when_read, life.progress)
+        self._files = ShardFolder(folder, content.is_checked_when_read, life.progress)
         self.shards = []
         for shard, samples in zip(content.shards, content.samples.in_shards(len(content.shards))):
             name = shard["name"]
@@ -93,7 +96,8 @@ class Fetcher:
             indexes[name] = objects[name], contents(path)
         return indexes
 
-    def _content(self, objects: dict[str, Item]) -> Content:
+    def _checked_content(self, objects: dict[str, Item]) -> Content:
+        """Return what the indexes say. UserError if they contradict each other, or name a shard that the bucket has not so."""
         try:
             content = Content.of(index for _, index in self._indexes.values())
         except BadIndex as error:
@@ -105,20 +109,21 @@ class Fetcher:
         return content
 
     def run(self, goes_on: Callable[[], bool], keeps: bool = True) -> bool:
-        """Delete what is wrong on the disk, and fetch what is missing while goes_on(). Return whether all shards are whole.
+        """Delete what is wrong on the disk or of another version, and fetch what is missing while goes_on().
 
-        `keeps`: keep shards on the disk, as far as it has room; else all samples pass through.
+        Return whether all shards are whole; then the indexes are beside them. `keeps`: keep the shards for which the disk has
+        room; else the samples of all that are missing pass through.
         """
         with ThreadPoolExecutor(HASHED_FILES) as pool:
             for shard, is_whole in zip(self.shards, pool.map(self._files.verify_or_delete, self.shards)):
                 shard.is_whole = is_whole
         missing = [shard for shard in self.shards if not shard.is_whole]
-        self._files.delete_growing_of_others(ours={shard.growing_path for shard in self.shards})
+        self._files.delete_growing_except(ours={shard.growing_path for shard in missing})
         _delete_old_passing(self._folder)
-        whole_pack = sum(shard.size for shard in self.shards)
-        self._passing.most_bytes = passing.choose(missing, self._folder, whole_pack, keeps)  # of what room there is now
+        pack_bytes = sum(shard.size for shard in self.shards)
+        self._passing.most_bytes = choose_what_passes(missing, self._folder, pack_bytes, keeps)
         for shard in self.shards:
-            self._begin(shard)
+            self._place(shard)
         with ThreadPoolExecutor(self._ranges.threads) as requests, ThreadPoolExecutor(1) as finisher:
             try:
                 self._fetch(missing, goes_on, requests, finisher)
@@ -131,7 +136,8 @@ class Fetcher:
             self._name_indexes()
         return is_whole
 
-    def _begin(self, shard: ShardFile) -> None:
+    def _place(self, shard: ShardFile) -> None:
+        """Say where a shard's samples are at first: in the whole shard, nowhere as they pass through, or to come to a file."""
         numbers = self._samples.number[shard.samples]
         if shard.is_whole:
             self._files.record(shard)
@@ -139,6 +145,7 @@ class Fetcher:
             self._plan.set_here(shard.samples)
             self._state.arrived[ON_DISK] += shard.size
         elif shard.passes:
+            delete_growing(shard.growing_path)  # an earlier start had room for it
             self._state.place[numbers] = PASSES
         else:
             self._files.begin(shard)
@@ -193,7 +200,7 @@ class Fetcher:
         if self._under_way[AHEAD] >= REQUESTS:
             return units
         while self._under_way[IN_TURN] + ahead + len(units) < REQUESTS:
-            unit = self._plan.next()
+            unit = self._plan.next_in_turn()
             if unit is None:
                 break
             units.append(unit)
@@ -218,12 +225,12 @@ class Fetcher:
             while True:
                 yield self._events.get_nowait()
 
-    def _count(self, arrived: Arrived) -> bool:
-        """Count what has come. Return whether its shard can be finished now; one that passes through never is."""
-        shard = arrived.shard
-        unit = arrived.unit
-        self._under_way[arrived.turn] -= 1
-        self._state.arrived[ON_DISK if arrived.was_on_disk else arrived.turn] += arrived.size
+    def _count(self, event: Arrived) -> bool:
+        """Count a unit that has come. Return whether its shard can be finished now, which one that passes through never can."""
+        shard = event.shard
+        unit = event.unit
+        self._under_way[event.turn] -= 1
+        self._state.arrived[ON_DISK if event.was_on_disk else event.turn] += event.size
         if shard.passes:
             for number, _, length, _ in self._samples.rows(unit):
                 self._passing.count(number, length)

@@ -94,10 +94,10 @@ class Packed(tree.Tree):
     def announced(self, batches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         return self.arrival.announced(batches, self.number) if self.arrival else iter(batches)
 
-    def _part(self, number: int) -> Callable[[int, int], bytes]:
-        """Return read(begin, length) of a sample's shard for parts of the sample, once it is there."""
+    def _reader_of(self, number: int) -> Callable[[int, int], bytes]:
+        """Wait until a sample is there. Return read(begin, length) for parts of it, where `begin` is a place in the shard."""
         path = self.shard_path(number)
-        growing = None  # the path until the shard is whole
+        growing = None  # where the shard's file is until it is whole, if it still arrives
         if self.arrival:
             passed_through = self.arrival.wait(int(self.number[number]))
             if passed_through is not None:
@@ -108,7 +108,7 @@ class Packed(tree.Tree):
 
     def read(self, number: int) -> bytes:
         """Return the bytes of a sample; OSError if they do not match its checksum."""
-        content = self._part(number)(int(self.offset[number]), int(self.length[number]))
+        content = self._reader_of(number)(int(self.offset[number]), int(self.length[number]))
         if crc32(content) != self.checksum[number]:
             raise OSError(f"{one_line(self.path(number))} is damaged: its bytes are not those that were packed")
         return content
@@ -117,13 +117,13 @@ class Packed(tree.Tree):
         """Return what the picture is decoded from. Of raw pixels only the rows that are needed are read, unchecked, as to check
         all would take two thirds longer. Of tiles, only the rows that are needed are checked."""
         if self.form == "tiled":
-            content = self._part(number)(int(self.offset[number]), int(self.length[number]))
+            content = self._reader_of(number)(int(self.offset[number]), int(self.length[number]))
             return decode.Tiled(content) if tiles.is_tiled(content) else self.read(number)
         if self.form != "raw":
             return self.read(number)
         height, width = self.stored(number)
         begin = int(self.offset[number] + self.length[number]) - 3 * height * width  # after the header
-        read = self._part(number)
+        read = self._reader_of(number)
         return decode.Pixels(height, width, lambda at, length: read(begin + at, length))
 
     def find_damage(self, shard_number: int) -> Optional[str]:
@@ -159,13 +159,16 @@ def load(folder: str, split: str) -> Packed:
     return files
 
 
-def local_index(folder: str, split: str, inputs: str) -> str:
-    """Return the path of a split's index; that of a bucket is fetched. UserError if there is none."""
-    path = _fetch_index(folder, split, inputs) if is_bucket(folder) else index_path(folder, split)
+def local_index(place: str, split: str, inputs: str) -> str:
+    """Return the local path of a split's index; UserError if there is none.
+
+    `place`: a folder, or a bucket, whose index is fetched to a folder below `inputs`.
+    """
+    path = _fetch_index(place, split, inputs) if is_bucket(place) else index_path(place, split)
     if not path or not os.path.isfile(path):
-        place = one_line(folder)
+        shown = one_line(place)
         raise UserError(
-            f"{place} has no finished pack of {split}: python -m launch pack ROOT {place} makes it, or completes it"
+            f"{shown} has no finished pack of {split}: python -m launch pack ROOT {shown} makes it, or completes it"
         )
     return path
 
@@ -176,24 +179,26 @@ def verify_once(files: Packed) -> None:
         return
     note = os.path.join(index.notes(files.folder), f"{files.shards[0]['name']}.verified.json")
 
-    def verify(lease: once.Lease) -> None:
-        if read_note(note) == _identities(files):
+    def verify_unless_noted(lease: once.Lease) -> None:
+        identities = _identities(files)  # before they are read, so that a later change is seen
+        if read_note(note) == identities:
             return
-        _verify(files, lease)
+        _compare_digests(files, lease)
         with naming_what_is_in_the_way(note):
-            write_atomically(note, json.dumps(_identities(files)).encode())
+            write_atomically(note, json.dumps(identities).encode())
 
-    once.once_per_node(note, verify)
+    once.once_per_node(note, verify_unless_noted)
 
 
-def _verify(files: Packed, lease: once.Lease) -> None:
+def _compare_digests(files: Packed, lease: once.Lease) -> None:
+    """Read all shards. UserError for the first whose SHA-256 is not that of the index. Who waits is told how far it is."""
     size = sum(shard["size"] for shard in files.shards)
     paths = [os.path.join(files.folder, shard["name"]) for shard in files.shards]
     with ThreadPoolExecutor(8) as pool, Progress("verifying shards", len(paths), "shards", size, lease.tell) as progress:
         for shard, path, digest in zip(files.shards, paths, pool.map(sha256, paths)):
             if digest != shard["sha256"]:
                 raise UserError(
-                    f"{one_line(path)} is not the shard that the index names, though of its size: publish the pack again"
+                    f"{one_line(path)} has the size that its index says and another SHA-256: publish the pack again"
                 )
             progress.add(1, shard["size"])
 
@@ -274,14 +279,19 @@ def _kinds(form: str) -> dict[str, type]:
 
 
 def write_index(folder: str, split: str, files: tree.Tree, about: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Write a split's index of `files`. `about`: shards, identity and form; `arrays`: what the tree lacks or has otherwise."""
-    words = {**about, "format": FORMATS[about["form"]], "split": split, "classes": files.classes, "left_out": files.left_out}
-    arrays = {**{name: getattr(files, name) for name in PER_SAMPLE.keys() - arrays.keys()}, **arrays}
+    """Write a split's index.
+
+    `about`: its "shards", "identity" and "form"; `arrays`: values for each sample, in place of those of `files` or beside them.
+    """
+    described = {**about, "format": FORMATS[about["form"]], "split": split}
+    described.update(classes=files.classes, left_out=files.left_out)
     stored: dict[str, Any] = {
-        "about": np.frombuffer(json.dumps(words).encode(), np.uint8),
+        "about": np.frombuffer(json.dumps(described).encode(), np.uint8),
         "names": np.frombuffer("\0".join(files.names).encode("utf-8", "surrogateescape"), np.uint8),
-        **{name: np.asarray(arrays[name], kind) for name, kind in _kinds(about["form"]).items()},
     }
+    for name, kind in _kinds(about["form"]).items():
+        values = arrays[name] if name in arrays else getattr(files, name)
+        stored[name] = np.asarray(values, kind)
     buffer = io.BytesIO()
     np.savez(buffer, **stored)
     write_atomically(index_path(folder, split), buffer.getbuffer())

@@ -13,7 +13,7 @@ import numpy as np
 
 from datasets.packs.state import ABSENT, NOW, PASSES, State, long_ago
 
-UNIT_BYTES = 4 << 20  # most bytes of one request
+UNIT_BYTES = 4 << 20  # most bytes of a unit, unless it is one longer sample
 HEADER_BYTES = 512  # of a header in a tar file
 
 
@@ -81,11 +81,14 @@ class Content:
 
     shards: list[dict[str, Any]]
     samples: Samples
-    is_compared_when_read: bool  # a reader compares each sample with its checksum, as it does not with raw pixels
+    is_checked_when_read: bool  # readers check what they use of a sample, by its checksum or those of its tiles; not raw pixels
 
     @staticmethod
     def of(indexes: Iterable[bytes]) -> "Content":
-        """Read the indexes of the splits, which a reader of the pack has checked. BadIndex if they contradict each other."""
+        """Read the indexes of the splits, in the order in which the State numbers their samples; a reader has checked each.
+
+        BadIndex if two describe a shard differently, samples overlap, or a shard has none.
+        """
         shards: dict[str, dict[str, Any]] = {}  # by name: one may have samples of several splits
         splits = []
         forms = set()
@@ -97,7 +100,8 @@ class Content:
                 if shards.setdefault(shard["name"], shard) != shard:
                     raise BadIndex(f"{shard['name']} has two descriptions")
             number_of = {name: number for number, name in enumerate(shards)}
-            split["shard"] = np.array([number_of[shard["name"]] for shard in about["shards"]])[split["shard"]]
+            numbers = np.array([number_of[shard["name"]] for shard in about["shards"]])  # of this index's shards, among all
+            split["shard"] = numbers[split["shard"]]
             splits.append(split)
             forms.add(about["form"])
         samples = Samples.of(splits, np.array([shard["size"] for shard in shards.values()]))
@@ -131,8 +135,11 @@ class FetchPlan:
             if not self._is_asked[number]:
                 yield self._take(int(self._samples.at[number]), chosen)
 
-    def next(self) -> Optional[slice]:
-        """Return the next unit in the order of the shards, which then counts as asked for; None if none of the kept is left."""
+    def next_in_turn(self) -> Optional[slice]:
+        """Return the next unit in the order of the shards, which then counts as asked for.
+
+        None once all samples of the shards that are kept on the disk are asked for.
+        """
         numbers = self._samples.number
         while self._cursor < len(numbers):
             number = numbers[self._cursor]
@@ -155,7 +162,7 @@ class FetchPlan:
 
     def _take(self, first: int, chosen: Optional[np.ndarray]) -> slice:
         """Mark the samples from position `first` on as asked for, and return them as a unit: neighbours in one shard, up to
-        UNIT_BYTES, but at least one. `chosen`, by number: those that may be in it."""
+        UNIT_BYTES, but at least one. `chosen`, by number: those that may be in it; None: all."""
         samples = self._samples
         end = first
         while end < len(samples.number):

@@ -30,24 +30,25 @@ WATCH_SECONDS = 1.0  # between two looks at who holds the lease
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What a job wants to be fetched."""
+    """What to fetch, for whom, and where to."""
 
-    job: int  # its process id: the parent of this one
-    node: str  # names the processes of the job on this node
+    rank: int  # the process id of the rank that has started this process
+    node: str  # the same text for all processes of the job on this node
     url: str
     folder: str
-    path: str  # of the State
-    keeps: bool  # what the disk has room for
+    path: str  # of the State's file
+    keeps: bool  # whether shards are kept on the disk, as far as it has room
     indexes: list[str]  # their paths
 
-    def job_lives(self) -> bool:
-        return os.getppid() == self.job
+    def rank_lives(self) -> bool:
+        return os.getppid() == self.rank
 
 
-def main(job: str, node: str, url: str, folder: str) -> None:
-    """Fetch the pack at `url` to `folder` for the process `job`, as long as that lives, unless another process does.
+def main(rank: str, node: str, url: str, folder: str) -> None:
+    """Fetch the pack at `url` to `folder` for the process `rank`, as long as that lives, unless another process does.
 
-    `node`: names the processes of the job on this node. A line of JSON on the standard input has the path of the State, its
+    `node`: the same text for all processes of the job on this node.
+    A line of JSON on the standard input has the path of the State, its
     samples, whether what has room is kept, and the paths of the indexes; without it this process ends.
     """
     _prepare()
@@ -57,12 +58,12 @@ def main(job: str, node: str, url: str, folder: str) -> None:
     if not told:
         return
     path, samples, keeps, *indexes = json.loads(told)
-    order = Order(int(job), node, url, folder, path, keeps, indexes)
+    order = Order(int(rank), node, url, folder, path, keeps, indexes)
     state = State(path, samples)
     asked = time.monotonic()
     holds_lease = threading.Event()
     threading.Thread(target=_FrozenHolder(state, url).watch, args=(holds_lease,), daemon=True).start()
-    with once.when_free(lease(path), order.job_lives) as is_held:
+    with once.when_free(lease(path), order.rank_lives) as is_held:
         holds_lease.set()
         if is_held and state.failure(asked, node) is None:  # else a process of this job has tried it already
             _fetch_and_say_why_not(order, state)
@@ -112,30 +113,31 @@ def _kill_fetcher(pid: int, url: bytes) -> None:
 
 
 def _fetch_and_say_why_not(order: Order, state: State) -> None:
-    """Fetch, and stay until the job ends: the caller holds the lease, so that no job that starts forgets what is in the State.
+    """Fetch, unless another process has fetched all, and stay until the rank ends.
 
-    An error is written there, for readers that wait.
+    As long as this process holds the lease, no job that starts clears the State. After an error it does not stay: the error is
+    written into the State, for readers that wait.
     """
     life = SignsOfLife(state)
     over = threading.Event()
     threading.Thread(target=life.beat, args=(over,), daemon=True).start()
-    failed = f"cannot fetch {one_line(order.url)} to {order.folder}"
+    cannot_fetch = f"cannot fetch {one_line(order.url)} to {order.folder}"
     try:
         if os.path.abspath(state_path(order.folder, order.indexes)) != order.path:
             raise UserError(f"{one_line(order.url)} has another index since this run began: start again")
         if not state.is_whole:  # else another process has fetched it
-            _require_alone(order)
+            _refuse_other_version(order)
             state.forget()
             _fetch(order, state, life)
-        while order.job_lives():
+        while order.rank_lives():
             life.progress()
             time.sleep(BEAT_SECONDS)
     except (UserError, TrainingFailed) as error:
         _say_why_not(error, order, state)
     except OSError as error:
-        _say_why_not(TrainingFailed(f"{failed}: {error.strerror or repr(error)}"), order, state)
+        _say_why_not(TrainingFailed(f"{cannot_fetch}: {error.strerror or repr(error)}"), order, state)
     except Exception as error:
-        _say_why_not(TrainingFailed(f"{failed}: {error!r}"), order, state)
+        _say_why_not(TrainingFailed(f"{cannot_fetch}: {error!r}"), order, state)
         raise
     finally:
         over.set()
@@ -148,9 +150,10 @@ def _say_why_not(error: Exception, order: Order, state: State) -> None:
 
 
 def _fetch(order: Order, state: State, life: SignsOfLife) -> None:
+    """Fetch while the rank lives. If all shards are whole in the end, say so in the State and in the log."""
     began = time.monotonic()
     fetcher = Fetcher(order.url, order.folder, order.indexes, order.path, state, life)
-    if not fetcher.run(order.job_lives, order.keeps):
+    if not fetcher.run(order.rank_lives, order.keeps):
         return
     state.set_whole()
     ahead, in_turn, on_disk = (state.arrived / MIB).tolist()
@@ -160,9 +163,13 @@ def _fetch(order: Order, state: State, life: SignsOfLife) -> None:
     print(f"arrived: {shards} of {one_line(order.url)}: {came}; {was_there}; all verified", flush=True)
 
 
-def _require_alone(order: Order) -> None:
-    """Raise a UserError if a job on this node reads another version of the pack, whose files would be replaced."""
+def _refuse_other_version(order: Order) -> None:
+    """Raise a UserError if a process of this node fetches another version of the pack to the same folder.
+
+    This one would replace the files that the readers of that version read.
+    """
     for other in states_of_this_boot(order.folder):
-        if os.path.basename(other) != os.path.basename(order.path) and not once.is_free(lease(other)):
+        is_another = os.path.basename(other) != os.path.basename(order.path)  # the folders may be spelled in two ways
+        if is_another and not once.is_free(lease(other)):
             reads = f"a job on this node reads another version of {one_line(order.url)}"
             raise UserError(f"{reads}: start when it has ended, or give another --input_dir")

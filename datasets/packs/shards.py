@@ -37,9 +37,11 @@ class ShardFile:
     may_have_bytes: bool = False  # an earlier start has left the file, in which some may be right
 
     def bytes_to_come(self) -> int:
+        """Return how many bytes of the disk the shard still needs."""
         if not os.path.exists(self.growing_path):
             return self.size
-        return self.size - os.stat(self.growing_path).st_blocks * DISK_BLOCK
+        on_disk = os.stat(self.growing_path).st_blocks * DISK_BLOCK  # in whole blocks, so it may be more
+        return max(0, self.size - on_disk)
 
     def read(self, length: int, at: int) -> bytes:
         return os.pread(self.file, length, at)
@@ -97,7 +99,10 @@ class ShardFolder:
         return digest
 
     def begin(self, shard: ShardFile) -> None:
-        """Open the file in which an unfinished shard grows; make it, in full size, if an earlier start has left none."""
+        """Open the file in which an unfinished shard grows, and set `file`, `missing` and `may_have_bytes`.
+
+        It gets its full size, as a hole, unless an earlier start has left it so.
+        """
         shard.may_have_bytes = index.has_size(shard.growing_path, shard.size)
         shard.missing = shard.samples.stop - shard.samples.start
         shard.file = os.open(shard.growing_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -115,6 +120,10 @@ class ShardFolder:
         return shard.is_whole
 
     def _give_name(self, shard: ShardFile) -> None:
+        """Give the growing file the shard's name if its SHA-256 is right, or delete it if the right file is there already.
+
+        `is_whole` says whether one of them was so. FileNotFoundError if another node has renamed it.
+        """
         path = self.path(shard)
         if index.has_size(path, shard.size) and self.verify(shard):  # another process has fetched it, too
             with contextlib.suppress(FileNotFoundError):
@@ -131,16 +140,18 @@ class ShardFolder:
         if not self.fetched.has(shard.name, shard.item):
             self.fetched.add(shard.name, shard.item)
 
-    def delete_growing_of_others(self, ours: set[str]) -> None:
-        """Delete growing files of another pack that was here; `ours`: the paths of this one's."""
+    def delete_growing_except(self, ours: set[str]) -> None:
+        """Delete the growing files that are not `ours`: an earlier version of the pack has left them, and nobody fetches it."""
         for path in growing_files(self._folder):
             if path not in ours:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+                delete_growing(path)
 
 
 class Verified:
-    """Notes in the folder of which files had the SHA-256 of which shard: a store's digest may be of something else."""
+    """The record, in the folder, of files that had the SHA-256 that the pack's index has for them: it holds until they change.
+
+    The index of what was fetched does not replace it: that says which object a file is, and not that the object is the shard.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -176,8 +187,15 @@ def growing_files(folder: str) -> list[str]:
 
 
 def drop_unfinished(folder: str) -> None:
-    """Delete what has come of unfinished shards, unless a process fetches them: another way of fetching begins anew."""
+    """Delete the growing files of unfinished shards, of which the fetch of whole objects has no use.
+
+    Nothing is deleted while a process fetches any version of the pack to this folder.
+    """
     if all(once.is_free(lease(path)) for path in all_states(folder)):
         for path in growing_files(folder):
-            with contextlib.suppress(FileNotFoundError):  # another rank deletes them, too
-                os.unlink(path)
+            delete_growing(path)
+
+
+def delete_growing(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another rank or node deletes it, too
+        os.unlink(path)

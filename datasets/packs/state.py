@@ -76,14 +76,21 @@ class State:
 
     @classmethod
     def make(cls, path: str, samples: int) -> None:
-        """Make the file, unless it is there."""
+        """Make the file of the memory, all zeros, unless it is there. One process does at a time (once_per_node).
+
+        OSError if its bytes cannot be reserved on this disk or system.
+        """
         refuse_link(path)
         if os.path.exists(path):
             return
         if not hasattr(os, "posix_fallocate"):
             raise OSError(errno.ENOSYS, "this system cannot reserve the bytes of a file")
-        with create(f"{path}.new") as file:
-            os.posix_fallocate(file.fileno(), 0, cls._bytes(samples))  # a hole could become SIGBUS on a full disk
+        try:
+            with create(f"{path}.new") as file:
+                os.posix_fallocate(file.fileno(), 0, cls._bytes(samples))  # a hole would be SIGBUS on a disk that is full
+        except OSError:
+            os.unlink(f"{path}.new")
+            raise
         os.replace(f"{path}.new", path)
 
     @classmethod
@@ -123,7 +130,10 @@ class State:
         self._is_whole[0] = 1
 
     def forget(self) -> None:
-        """Forget what an earlier fetcher said: files may have changed since."""
+        """Forget what an earlier fetcher said of the samples and why it ended: files may have changed since.
+
+        Its pulse and holder stay, as the next one may have written them already; the bell and `wanted` are the readers'.
+        """
         self.place[:] = ABSENT
         self.arrived[:] = 0
         self._is_whole[0] = 0
@@ -136,7 +146,10 @@ class State:
         self._text[:] = np.frombuffer(json.dumps(failure).encode().ljust(len(self._text)), np.uint8)
 
     def failure(self, since: float, node: str = "") -> Optional[Exception]:
-        """Return why a fetcher has ended after `since`, by time.monotonic(); None if none has. `node`: only one of its job."""
+        """Return the error of the fetcher that has failed last, if that was after `since`, by time.monotonic(); else None.
+
+        One that was killed has written none. `node`: only if it was of this node's part of a job, as set_failure() has it.
+        """
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # there is none, or it is being written
             failure = json.loads(bytes(self._text))
             if failure["at"] > since and node in ("", failure["node"]):

@@ -28,7 +28,7 @@ class UnitFetcher:
     """Fetches units, in any number of threads at a time."""
 
     def __init__(self, url: str, ranges: Ranges, samples: Samples, state: State, passing: Passing, life: SignsOfLife) -> None:
-        self._url = url
+        self._url = url  # for messages
         self._ranges = ranges
         self._samples = samples
         self._state = state
@@ -48,31 +48,35 @@ class UnitFetcher:
 
     def _fetch_to_pass(self, shard: ShardFile, unit: slice) -> int:
         """Write each sample to a file of its own. Return how many bytes came."""
-        begin, end = self._first_and_last_byte(unit)
+        begin, end = self._bounds_of_samples(unit)
         content = memoryview(self._right_bytes(shard, unit, begin, end))
         for number, offset, length, _ in self._samples.rows(unit):
             self._passing.write(number, content[offset - begin :][:length])
         return end - begin
 
     def _fetch_to_keep(self, shard: ShardFile, unit: slice) -> bool:
-        """Write the unit into its shard, with all that lies between its samples. Return whether it was there already.
+        """Bring the unit into its shard, and say that its samples are there. Return whether an earlier start had left them.
 
-        A header before a sample comes in the same request. Where there is more, as in shards of others, the samples come first.
+        Then nothing is fetched: what lies around the samples is left to the SHA-256 of the shard. Else one request brings the
+        samples and up to UNIT_BYTES before and after them. The rest of longer gaps, as in shards that other programs have made,
+        comes when the samples can be read already.
         """
         samples = self._samples
         unit_begin = int(samples.begin[unit.start])
         unit_end = int(samples.end[unit.stop - 1])
-        first_byte, last_byte = self._first_and_last_byte(unit)
-        begin = max(unit_begin, first_byte - UNIT_BYTES)
-        end = min(unit_end, last_byte + UNIT_BYTES)
-        was_on_disk = shard.may_have_bytes and self._is_right(unit, shard.read(end - begin, begin), begin)
-        if not was_on_disk:
-            shard.write(self._right_bytes(shard, unit, begin, end), begin)
+        samples_begin, samples_end = self._bounds_of_samples(unit)
+        request_begin = max(unit_begin, samples_begin - UNIT_BYTES)
+        request_end = min(unit_end, samples_end + UNIT_BYTES)
+        if shard.may_have_bytes:
+            on_disk = shard.read(request_end - request_begin, request_begin)
+            if self._is_right(unit, on_disk, request_begin):
+                self._state.place[samples.number[unit]] = IN_ITS_SHARD
+                return True
+        shard.write(self._right_bytes(shard, unit, request_begin, request_end), request_begin)
         self._state.place[samples.number[unit]] = IN_ITS_SHARD
-        if not was_on_disk:
-            self._fetch_between(shard, unit_begin, begin)
-            self._fetch_between(shard, end, unit_end)
-        return was_on_disk
+        self._fetch_between(shard, unit_begin, request_begin)
+        self._fetch_between(shard, request_end, unit_end)
+        return False
 
     def _fetch_between(self, shard: ShardFile, begin: int, end: int) -> None:
         """Bring bytes that belong to no sample."""
@@ -103,7 +107,7 @@ class UnitFetcher:
             crc32(view[offset - begin :][:length]) == checksum for _, offset, length, checksum in self._samples.rows(unit)
         )
 
-    def _first_and_last_byte(self, unit: slice) -> tuple[int, int]:
+    def _bounds_of_samples(self, unit: slice) -> tuple[int, int]:
         """Return where the first sample of a unit begins in its shard, and where the last one ends."""
         samples = self._samples
         last = unit.stop - 1

@@ -30,7 +30,7 @@ from common.storage import bucket, listing, once, ranges
 from datasets.crc import crc32
 from datasets.packs import arrival, fetcher, packed, process
 from datasets.packs import state as shared
-from datasets.packs.passing import Passing
+from datasets.packs.passing import Passing, choose_what_passes
 from datasets.packs.plan import BadIndex, Content, FetchPlan
 from datasets.packs.shards import growing
 from datasets.packs.state import SignsOfLife, State, lease, passing_folder
@@ -773,3 +773,47 @@ def test_who_has_waited_for_a_sample_of_a_shard_wants_it_no_longer(waiting):
     state.place[1] = shared.IN_ITS_SHARD
     state.wanted[1] = shared.NOW
     assert reader.wait(1) is None and not state.wanted.any()
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    "free, missing, keeps, expected",
+    [
+        (1 << 20, [], True, (0, [])),  # all is there, on a disk that is nearly full
+        (1 << 20, [], False, (0, [])),
+        (1 << 20, [0], True, (0, [False])),  # all bytes of its file are there, and not yet verified
+        (GIB, [GIB, GIB], False, (GIB // 2 - listing.SPARE // 2, [True, True])),  # of a large disk with little room
+        (10 * GIB, [6 * GIB, 6 * GIB], True, (GIB, [True, True])),  # 1/20 of the disk is for others
+        (100 * GIB, [60 * GIB, 60 * GIB], True, (GIB, [True, True])),
+        (165 * GIB, [60 * GIB, 60 * GIB, 60 * GIB], True, (GIB, [False, True, True])),
+    ],
+)
+def test_what_passes_through_is_chosen_by_the_room_of_the_disk(monkeypatch, free, missing, keeps, expected):
+    disk = types.SimpleNamespace(f_bavail=free, f_blocks=2000 * GIB, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda _: disk)
+    shards = [Shard(size) for size in missing]
+    most_bytes = choose_what_passes(shards, "folder", 200 * GIB, keeps)
+    assert (most_bytes, [shard.passes for shard in shards]) == expected
+
+
+class Shard:
+    def __init__(self, size):
+        self.size = size
+        self.passes = False
+
+    def bytes_to_come(self):
+        return self.size
+
+
+def test_the_half_of_a_shard_for_which_there_is_no_room_any_more_is_deleted(packs, at):
+    url = packs["original"][1]
+    (part,) = arrival.begin(url, ["train"], "input_dir", starts=False)
+    state = State(part.arrival.path, part.arrival.samples)
+    index = packed.local_index(url, "train", "input_dir")
+    fetches = fetcher.Fetcher(url, part.arrival.folder, [index], part.arrival.path, state, SignsOfLife(state))
+    half = Path(fetches.shards[0].growing_path)
+    half.write_bytes(b"half of it")
+    fetches.run(lambda: False, keeps=False)
+    assert not half.exists()
