@@ -55,17 +55,12 @@ class _MakesJobsElastic:
 
 
 class _WatchASingleProcess:
-    """Starts the watcher of a job of one process, once, even if the job parses arguments for a second Run."""
-
-    def __init__(self):
-        self._is_watched = False
-
     def world(self, args: argparse.Namespace) -> None:
-        alone_here = args.world.world_size == 1 and not heartbeat.has_parent() and not self._is_watched
+        alone_here = args.world.world_size == 1 and not heartbeat.has_parent()
         if alone_here and not (args.doctor or args.find_max_batch) and sys.platform == "linux":
             from common.alive import watcher
 
-            self._is_watched = True
+            heartbeat.report_end(0)  # to the watcher of a Run before, if a script has two
             watcher.start_for_single_rank(args.world, lambda since, why: moments.announce("killed", args, since, why))
 
 

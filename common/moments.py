@@ -39,15 +39,22 @@ def listen(listener: object, of_the_run: bool = False) -> None:
 
 
 def begin_run() -> None:
-    """End the listeners of the Run before, as in a notebook whose cell is run again."""
+    """Let the Run before end, as if the job's `main` had returned, and tell its listeners nothing more."""
+    of_the_run_before = [one.listener for one in _listeners if one.of_the_run]
+    for listener in of_the_run_before:
+        _tell(listener, "returned", 0)
     _listeners[:] = [one for one in _listeners if not one.of_the_run]
 
 
 def announce(moment: str, *facts: Any) -> None:
     """Call `moment(*facts)` of each listener that has this method, in the order of listen()."""
     for one in list(_listeners):
-        if hear := getattr(one.listener, moment, None):
-            hear(*facts)
+        _tell(one.listener, moment, *facts)
+
+
+def _tell(listener: object, moment: str, *facts: Any) -> None:
+    if hear := getattr(listener, moment, None):
+        hear(*facts)
 
 
 @dataclasses.dataclass

@@ -21,6 +21,9 @@ SCHEDULES = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
 NOT_LISTED = {"initial_lr", "base_lrs", "foreach", "fused", "capturable", "differentiable"}
 
 
+Checkpoint = tuple[dict[str, Any], dict[str, Any], str]  # (state, manifest, path)
+
+
 class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
@@ -30,8 +33,8 @@ class Stateful(Protocol):
 class SavedParts:
     """The network of a run, and the objects that are saved beside it, each under a name.
 
-    Owns their settings as this start has made them, how many parameter groups each optimizer had when the epoch began, and
-    which settings differ from those of the checkpoint that was restored.
+    Owns their settings as this start has made them, how many parameter groups each optimizer had when the epoch began, the
+    checkpoint that was restored and which settings differ from its own, and a fingerprint of the states.
     """
 
     def __init__(self, model: torch.nn.Module, say: Callable[[str], None]):
@@ -40,7 +43,7 @@ class SavedParts:
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
         self.by_name: dict[str, Stateful] = {}
         self.changed: dict[str, str] = {}  # settings that differ from the checkpoint: {"lr of optimizer": "0.1 -> 0.2"}
-        self.restored: Optional[tuple[dict[str, Any], str]] = None  # the checkpoint's state and its path, until forgotten
+        self.restored: Optional[Checkpoint] = None  # the checkpoint, until forget_restored()
         self._say = say
         self._made: dict[str, Any] = {}  # settings as this start has made them, before a checkpoint is restored
         self._group_counts: dict[str, int] = {}  # of the parameter groups of each optimizer, when the epoch began
@@ -59,7 +62,7 @@ class SavedParts:
     def learning_rate(self) -> float:
         """Return the present learning rate of the first group of the part "optimizer"; 0.0 if there is none."""
         groups = getattr(self.by_name.get("optimizer"), "param_groups", [])
-        return groups[0]["lr"] if groups else 0.0
+        return float(groups[0]["lr"]) if groups else 0.0  # it may be a tensor
 
     def named_weights(self) -> dict[str, torch.nn.Parameter]:
         """Return {name: weight} of the network, and {"PART.name": weight} of each other part that is a module."""
@@ -82,7 +85,7 @@ class SavedParts:
         self._made = copy.deepcopy({"model": self._frozen(), **options})
 
     def begin_epoch(self) -> None:
-        """Count the parameter groups: those that are added from here on are added again when this epoch is gone on with."""
+        """Count the parameter groups. The job adds those that come later again, in a start that goes on within this epoch."""
         self._group_counts = {name: len(optimizer.param_groups) for name, optimizer in self.optimizers().items()}
 
     def states(self) -> dict[str, Any]:
@@ -94,7 +97,7 @@ class SavedParts:
         return {"made": _plain(self._made), "frozen": self._frozen(), "groups": self._group_counts, "added": added}
 
     def note_state(self, more: Mapping[str, Any]) -> None:
-        """Note the states of the parts, and `more` that a checkpoint holds, without a copy of them."""
+        """Note the addresses and versions of the tensors of all parts and of `more`, for is_as_noted()."""
         self._fingerprint = fingerprint([self.states(), more])
 
     def is_as_noted(self, more: Mapping[str, Any]) -> bool:
@@ -116,12 +119,15 @@ class SavedParts:
 
     # --- Restoring ---
 
-    def restore(self, state: dict[str, Any], path: str, within_epoch: bool) -> None:
-        """Restore the parts from the state of the checkpoint at `path`.
+    def forget_restored(self) -> None:
+        self.restored = None
+
+    def restore(self, state: dict[str, Any], about: dict[str, Any], path: str, within_epoch: bool) -> None:
+        """Restore the parts from the state of a checkpoint. `about`: its manifest; `path`: what messages call it.
 
         `within_epoch`: without the parameter groups of this epoch, which the job adds again before run.steps().
         """
-        self.restored = (state, path)
+        self.restored = (state, about, path)
         self.network.load_state_dict(state["model"])
         of_the_run = state["run"]
         made_before = of_the_run.get("made", {})  # checkpoints of version 0.2.0 lack it
@@ -134,33 +140,36 @@ class SavedParts:
             part = self.by_name[name]
             saved = state.get(name)
             if saved is None or saved == {}:
-                if _state(part) != {}:  # a scaler that was switched off has saved nothing
+                has_state = _state(part) != {}  # unlike a scaler that is switched off
+                if has_state:
                     self._say(f"warning: {path} has no {name}: it starts anew")
             elif isinstance(part, Optimizer):
                 self._restore_optimizer(name, part, state, path, within_epoch)
-            elif name in made_before:
+            elif name in made_before and is_schedule(part):
                 self._restore_schedule(name, part, saved, made_before[name])
             else:
                 part.load_state_dict(saved)
 
     def _restore_optimizer(self, name: str, optimizer: Optimizer, state: dict[str, Any], path: str, within_epoch: bool) -> None:
+        """Restore an optimizer's state, its groups that were added, and its options, but those that differ in this start."""
         saved = state[name]
         groups = [*saved["param_groups"]]
         of_the_run = state["run"]
-        _require_same_groups(name, groups, optimizer, path)
+        made_before = of_the_run.get("made", {}).get(name, [])
+        _require_same_groups(name, groups, optimizer, len(made_before), path)
         if "made" in of_the_run:
-            made_before = of_the_run["made"][name]
             if within_epoch:
                 groups = groups[: of_the_run["groups"][name]]
             present = len(optimizer.param_groups)
             weights = self.named_weights()
             names_in_missing_groups = of_the_run["added"][name][present - len(made_before) :]
             for names, options in zip(names_in_missing_groups, groups[present:]):
-                optimizer.add_param_group({**options, "params": [weights[one] for one in names]})
+                optimizer.add_param_group({**options, "params": [weights[weight_name] for weight_name in names]})
             for index, (group, made, before) in enumerate(zip(groups, self._made[name], made_before)):
                 groups[index] = self._merged(name, group, made, before)
-                rate_is_scheduled = made["lr"] != before["lr"] != group["lr"]
-                if rate_is_scheduled and before["lr"]:
+                is_made_with_another_rate = made["lr"] != before["lr"]
+                was_scheduled = before["lr"] != group["lr"]
+                if is_made_with_another_rate and was_scheduled and before["lr"]:
                     groups[index]["lr"] = group["lr"] * (made["lr"] / before["lr"])
         elif not self.schedules():  # of version 0.2.0: all options are this start's, the rate too
             groups = optimizer.state_dict()["param_groups"]
@@ -170,6 +179,8 @@ class SavedParts:
         complete(optimizer)
 
     def _restore_schedule(self, name: str, schedule: Any, saved: dict[str, Any], made_before: dict[str, Any]) -> None:
+        """Restore a schedule. One that this start has made otherwise takes as many steps as that of before; ReduceLROnPlateau
+        goes on with the options of this start."""
         made = copy.deepcopy(self._made[name])
         merged = self._merged(name, saved, made, made_before)
         if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
@@ -180,7 +191,7 @@ class SavedParts:
             self._repeat_steps(schedule, made, _steps(saved))
 
     def _repeat_steps(self, schedule: Any, made: dict[str, Any], steps: int) -> None:
-        """Let a schedule that this start has made otherwise take as many steps as the one before had taken."""
+        """Begin the schedule as this start has `made` it, and let it take so many steps."""
         for name, optimizer in self.optimizers().items():
             if optimizer is schedule.optimizer:
                 for group, options in zip(optimizer.param_groups, self._made[name]):
@@ -192,12 +203,12 @@ class SavedParts:
                 schedule.step()
 
     def _merged(self, name: str, saved: dict[str, Any], made: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-        """Return options: `saved`, but this start's (`made`) where they differ from the last one's (`before`).
+        """Return the `saved` options, but those of this start (`made`) that differ from those of the last one (`before`).
 
-        Note in `changed` which differ. `name`: of the part that has them.
+        Note in `changed` which do, as options of the part `name`.
         """
         differing = {option for option in made.keys() & before.keys() if not _is_same(made[option], before[option])}
-        for option in differing - NOT_LISTED:
+        for option in sorted(differing - NOT_LISTED):
             if not option.startswith("_"):
                 self.changed[f"{option} of {name}"] = f"{before[option]} -> {made[option]}"
         return {**made, **saved, **{option: made[option] for option in differing}}
@@ -235,9 +246,14 @@ def fingerprint(value: Any) -> Any:
     return [fingerprint(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _require_same_groups(name: str, groups: list[dict[str, Any]], optimizer: Optimizer, path: str) -> None:
+def _require_same_groups(name: str, groups: list[dict[str, Any]], optimizer: Optimizer, made_before: int, path: str) -> None:
+    """Raise UserError unless the first `groups` of a checkpoint are as large as this start's. Others were added later.
+
+    `made_before`: how many the start had made that wrote it.
+    """
     present = optimizer.param_groups
-    sizes_before = [len(group["params"]) for group in groups[: len(present)]]
+    compared = max(len(present), made_before)
+    sizes_before = [len(group["params"]) for group in groups[:compared]]
     sizes = [len(group["params"]) for group in present]
     if sizes_before != sizes:
         raise UserError(
@@ -263,7 +279,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _with_objects_of(made: Any, saved: Any) -> Any:
-    """Return `saved` with the objects of `made` where they are equal, as a checkpoint has plain dicts in place of Counters."""
+    """Return `saved` with the equal parts of `made`: a checkpoint has a plain dict where torch needs a Counter."""
     if saved == made:
         return made
     if isinstance(saved, dict) and isinstance(made, dict):

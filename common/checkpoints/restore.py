@@ -11,12 +11,11 @@ import torch
 
 from common.address import is_bucket
 from common.checkpoints import checkpoint
-from common.checkpoints.parts import SavedParts
+from common.checkpoints.parts import Checkpoint, SavedParts
 from common.errors import UserError, one_line
 from common.ranks.barrier import from_rank_0
 
 CLASSES = "list of classes"  # in an identity
-Checkpoint = tuple[dict, dict, str]  # (state, about, path)
 
 
 def identity(args: argparse.Namespace, num_samples: int, parts: SavedParts, classes: Sequence[str]) -> dict[str, Any]:

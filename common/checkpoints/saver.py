@@ -21,11 +21,16 @@ from common.weights.files import OPTIONS, evaluated_weights, write_weights
 
 
 class Saving:
-    def __init__(self, args: argparse.Namespace, classes: Sequence[str], say: Callable[[str], None]):
-        self._args, self._say = args, say
+    def __init__(
+        self, args: argparse.Namespace, classes: Sequence[str], say: Callable[[str], None], data_set: Optional[object] = None
+    ):
+        """`classes`: the names of the outputs; if there are none, those of `data_set`, what is trained on."""
+        self._args = args
+        self._say = say
+        self._data_set = data_set
         self.id = uuid.uuid4().hex  # of the run; a later start takes it from the checkpoint
         self.identity: dict[str, Any] = {}  # what two starts must have in common to be one run
-        self.classes = [str(name) for name in classes]
+        self.classes = [str(name) for name in classes] if len(classes) else names_of_classes(data_set)
         self.data_digests: Mapping[str, str] = {}  # by which a later start sees other samples
         self.goes_on = False  # whether there is a checkpoint to go on from
         self.saved_at: Optional[Position] = None
@@ -34,6 +39,9 @@ class Saving:
         self._folder = RunFolder(args)
         self._copies: list[Any] = []  # the bucket, if there is one and this rank writes
         self._damaged: set[int] = set()  # numbers newer than the checkpoint to go on from
+
+    def note_data_digests(self) -> None:
+        self.data_digests = data_digests(self._data_set)
 
     # --- Whose folder it is ---
 
@@ -173,3 +181,19 @@ def _of_the_epoch(state: dict[str, Any], about: dict[str, Any]) -> dict[str, Any
 def _beyond(found: Optional[restore.Checkpoint], there: set[tuple]) -> set[tuple]:
     """Return the checkpoints in `there` that are newer than `found`, the one to go on from; all of them if it is None."""
     return {one for one in there if not found or one[0] > found[1]["samples_seen"]}
+
+
+def names_of_classes(data_set: Optional[object]) -> list[str]:
+    names = getattr(data_set, "classes", None)
+    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
+
+
+def data_digests(data_set: Optional[object]) -> dict[str, str]:
+    """Return what the method digest() of a data set says, if it has one: texts that differ for other samples."""
+    digest = getattr(data_set, "digest", None)
+    if not callable(digest):
+        return {}
+    found: Any = digest()
+    if not isinstance(found, dict) or not all(isinstance(word, str) for pair in found.items() for word in pair):
+        raise TypeError(f"{type(data_set).__name__}.digest() gave {found!r:.80}: it has to give a dict of texts by name")
+    return found

@@ -12,7 +12,11 @@ import subprocess
 import sys
 from typing import Any, Callable, Optional
 
+import torch
+
 from common import moments, progress
+from common.devices.kinds import is_accelerator
+from common.devices.work import synchronize
 from common.errors import TooFewSamples, UserError
 
 STEPS = 3
@@ -133,12 +137,25 @@ class _Trial:
             os._exit(TOO_FEW_SAMPLES)
 
 
-def end_of_step(args: argparse.Namespace, steps: int, sampler: Any, synchronize: Callable[[], None]) -> None:
-    """Exit with FITS after step STEPS; UserError if the batches of the job are smaller than --batch_size says."""
-    if sampler.global_batch < args.batch_size:
-        raise UserError(f"this job has batches of {sampler.global_batch} whatever --batch_size says: there is nothing to find")
-    if args.batch_size > sampler.num_samples:
-        raise TooFewSamples(f"{sampler.num_samples} samples are fewer than --batch_size {args.batch_size}")
-    if steps == STEPS:
-        synchronize()
-        sys.exit(FITS)
+class BatchTrial:
+    """A start that takes STEPS steps with a size, in a process that tries it."""
+
+    def __init__(self, args: argparse.Namespace, sampler: Any, device: torch.device):
+        if not is_accelerator(device):
+            raise UserError("--find_max_batch true looks at the memory of a GPU, and this job computes on a CPU")
+        self._args = args
+        self._sampler = sampler
+        self._device = device
+
+    def after_step(self, total_steps: int) -> None:
+        """Exit with FITS after step STEPS; UserError if the batches of the job are smaller than --batch_size says."""
+        size = self._args.batch_size
+        batch = self._sampler.global_batch
+        samples = self._sampler.num_samples
+        if batch < size:
+            raise UserError(f"this job has batches of {batch} whatever --batch_size says: there is nothing to find")
+        if size > samples:
+            raise TooFewSamples(f"{samples} samples are fewer than --batch_size {size}")
+        if total_steps == STEPS:
+            synchronize(self._device)
+            sys.exit(FITS)

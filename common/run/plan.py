@@ -40,8 +40,9 @@ class Plan:
 
     @property
     def began_at(self) -> Position:
-        """The position at which this start has resumed, as `resumed_at`; only after Run.resume()."""
-        assert self.resumed_at is not None
+        """The position at which this start has resumed."""
+        if self.resumed_at is None:
+            raise RuntimeError("the run was asked for a step before run.resume(): call that first")
         return self.resumed_at
 
     def limit(self, at: Position) -> Optional[str]:

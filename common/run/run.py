@@ -20,8 +20,8 @@ import dataclasses
 import signal
 import sys
 import types
-from collections.abc import Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional, Protocol, Union
 
 import torch
 
@@ -49,7 +49,8 @@ from common.run.side_files import SideFiles
 from common.run.unsaved import STEPS_WATCHED, Unsaved
 
 if TYPE_CHECKING:
-    from common.run.timing import Trial
+    from common.devices.largest_batch import BatchTrial
+    from common.run.timing import Profile
 
 NOT_APPLIED = (
     "warning: the last gradients of the epoch that was resumed in its middle were not applied in it, unlike those of others, "
@@ -73,6 +74,8 @@ class TrainLoader(Protocol):
 
 
 class Run:
+    """What a training loop calls: it goes on where the last start stopped, counts, shows, saves and stops."""
+
     def __init__(
         self,
         args: argparse.Namespace,
@@ -99,7 +102,7 @@ class Run:
         moments.begin_run()
         self.args = args
         self.sampler = sampler
-        self.loader: Optional[TrainLoader] = None  # of the training, from the first steps() on
+        self.loader: Optional[TrainLoader] = None  # that the last steps() was given
         self.parts = SavedParts(model, self.say)
         self.register(**saved)
         self.device = next(self.parts.network.parameters()).device
@@ -107,19 +110,17 @@ class Run:
         self.plan = Plan(args, sampler, patience)
         self.results = Results(best_by, best_is)
         self.clock = Clock(args.print_freq, test_samples)
-        self.trial = _trial(self, prof)
+        self.trial = _trial(args, prof, sampler, self.device, self.clock)
         self.peers: Fixed = (REPLACED.peers or Fixed)(args)
         self.side_files = SideFiles(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
         self.due = Due(args, self.peers, self.side_files)
         self.losses = Losses(self.device, self.peers.rank, self.peers.size)
-        self.gradients = Gradients({}, {})  # of the parts, from resume() on
-        self.saving = Saving(args, classes if len(classes) else names_of_classes(data_set), self.say)
+        self.gradients = Gradients({}, {})  # of no weights before resume()
+        self.saving = Saving(args, classes, self.say, data_set)
         self.evidence = Evidence(args, self.say, self.saving.last_good)
         self.unsaved = Unsaved(lambda: [self.model, *self.parts.by_name.values()], unsaved, self.say)
         self._observers = Observers(args, self.device, self.side_files, self.peers.may_write and not self.trial)
-        self._ended_epoch_is_whole: Optional[bool] = None  # from end_epoch() on, until the checkpoint of the epoch is made
-        if self.peers.may_write and not self.trial:
-            self.saving.data_digests = data_digests(data_set)
+        self._ended_epoch_is_whole: Optional[bool] = None  # None: no ended epoch waits for its checkpoint
 
     @property
     def model(self) -> torch.nn.Module:
@@ -222,8 +223,7 @@ class Run:
         if self.side_files.writes and self.args.checkpoints:
             self._require_that_it_can_be_saved()
         self.peers.meet(self)
-        if self.peers.size > 1 and len(getattr(self.sampler, "own", ())) == getattr(self.sampler, "shares", None):
-            raise RuntimeError("all ranks would train on the same samples: call sampler.shard(rank, world_size) before Run()")
+        self._require_own_samples()
         moments.listen(types.SimpleNamespace(returned=self._finish_after_break), of_the_run=True)
         self.sampler.start_at(self.position.epoch, self.position.consumed)
         self.plan = dataclasses.replace(self.plan, resumed_at=self.position)
@@ -231,21 +231,28 @@ class Run:
         self.enter("start")
         self.tell(Observer.resumed)
         if not self.trial:
-            self._say_first_lines(found)
+            self._announce_start(found)
             if self.side_files.shows and self.args.checkpoints:
                 self.unsaved.begin()
             self.due.allow_stop()
             STOPS.listen(self.stop_on, counts=self.peers.told_to_stop)
 
     def _prepare_parts(self) -> None:
-        """Note the parts, of which all are registered now, as this start has made them."""
+        """Make what depends on the parts, now that all are registered, and note how this start has made them."""
         restore.create_momentum_buffers(self.parts.by_name.get("optimizer"))
         if self.shares:  # whose loss of a step is that of all ranks
             self.losses = Losses(self.device, 0, 1)
         self.saving.identity = restore.identity(self.args, self.sampler.num_samples, self.parts, self.saving.classes)
+        if self.peers.may_write and not self.trial:
+            self.saving.note_data_digests()
         self.parts.note_as_made()
         self.parts.begin_epoch()
         self.gradients = Gradients(self.parts.named_weights(), self.parts.optimizers())
+
+    def _require_own_samples(self) -> None:
+        own = len(getattr(self.sampler, "own", ()))  # parts of a step that this rank takes
+        if self.peers.size > 1 and own == getattr(self.sampler, "shares", None):
+            raise RuntimeError("all ranks would train on the same samples: call sampler.shard(rank, world_size) before Run()")
 
     def _require_that_it_can_be_saved(self) -> None:
         state = self.state()
@@ -258,7 +265,7 @@ class Run:
         self.evidence.keep(self.peers.rank, attempt=writes, ledger=writes or each_rank_writes)
         self.evidence.begin(self.position.epoch, self.position.consumed)
 
-    def _say_first_lines(self, found: Optional[restore.Checkpoint]) -> None:
+    def _announce_start(self, found: Optional[restore.Checkpoint]) -> None:
         for line in first_lines.of_run(self, found, self.evidence.attempt):
             self.say(line)
         path = found[2] if found else None
@@ -268,13 +275,13 @@ class Run:
     def epochs(self) -> Iterator[int]:
         """Yield the number of each epoch that is left, from 0; the first may be one that an earlier start has begun.
 
-        In each, go through run.steps() and then call run.end_epoch(), once. What the job changes outside of these, as a
-        schedule that steps once an epoch, belongs after run.end_epoch() or before run.steps(); the lines before run.steps() run
-        again in a start that goes on within the epoch. The checkpoint of an epoch is made when the next one is asked for."""
+        In each, go through run.steps() and then call run.end_epoch(), once. What the job changes outside of the steps, such as
+        a schedule that steps once an epoch, belongs before run.end_epoch() or after it; the lines before run.steps() run again
+        in a start that goes on within the epoch. The checkpoint of an epoch is made when the next one is asked for."""
         self._require_resumed("run.epochs()")
         if limit := self.plan.limit(self.position):
-            place = f"{self.epoch} epochs, {self.total_steps} steps"
-            self.say(f"nothing to do: the run has done {place}; it goes on with more than {limit}")
+            done = f"{self.epoch} epochs, {self.total_steps} steps"
+            self.say(f"nothing to do: the run has done {done}; it goes on with more than {limit}")
         while not self.plan.limit(self.position):
             began = self.position
             self.sampler.start_at(began.epoch, began.consumed)
@@ -283,14 +290,14 @@ class Run:
             self.parts.begin_epoch()
             self.clock.begin_lap()
             self.tell(Observer.epoch_began)
-            sizes = sizes_of_weights(self.model) if has_steps and self.side_files.shows else []
+            norms = norms_of_weights(self.model) if has_steps and self.side_files.shows else []
             yield began.epoch
             if has_steps and self.position.total_steps == began.total_steps:
                 raise RuntimeError("an epoch without a step: the loop over run.epochs() has to go through run.steps(loader)")
             if self.due.evaluates:
                 raise RuntimeError("the loop over run.epochs() has to call run.end_epoch() once, after run.steps()")
             self._save_epoch()
-            if sizes and sizes == sizes_of_weights(self.model):
+            if norms and norms == norms_of_weights(self.model):
                 self.say(UNCHANGED)
         self._close("limit" if self.plan.cut_short(self.position) else "finished", self.plan.limit(self.position))
 
@@ -301,6 +308,7 @@ class Run:
         Before each batch the random generators are seeded, and when the next one is asked for, a checkpoint may be made: what a
         step changes and a later one needs has to be in the network or in what Run() was given. With exact.Shares, it yields
         this rank's shares of a batch, and run.step(loss) follows the last of them."""
+        self._require_resumed("run.steps()")
         if not hasattr(loader, "transfer_seconds"):
             raise TypeError(
                 f"run.steps() was given a {type(loader).__name__}, which does not say which samples it gives, so a restart "
@@ -309,7 +317,7 @@ class Run:
             )
         if self.parts.restored and self.position.consumed:
             self._restore_once_more(*self.parts.restored)
-        self.parts.restored = None
+        self.parts.forget_restored()
         self.loader = loader
         self.peers.before_first_step(self.say)
         self.gradients.observe()
@@ -319,29 +327,29 @@ class Run:
             batch = next(batches, END)
             if batch is END:
                 raise self._too_few_batches()
-            total_steps = self.position.total_steps
+            steps_before = self.position.total_steps
             self._begin_step(loader)
             if self.shares:
                 yield from self.shares.of(batch, self.position.samples_seen)
                 if self.shares.interrupted:
-                    if isinstance(batches, Generator):
-                        batches.close()
+                    close_batches(batches)
                     self.peers.form_again()
                     batches = iter(loader)
                     continue
             else:
                 seed_step(self.args.seed, self.position.samples_seen, self.peers.rank)
                 yield batch
-            if self.position.total_steps != total_steps + 1:
+            if self.position.total_steps != steps_before + 1:
                 raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
             if not self.trial:
                 self._save_or_stop_if_due()
         self._end_steps()
 
-    def _restore_once_more(self, state: dict[str, Any], path: str) -> None:
-        """Restore the parts, which the job may have changed since resume(), as by adding weights to an optimizer."""
-        self.parts.restore(state, path, within_epoch=False)
+    def _restore_once_more(self, state: dict[str, Any], about: dict[str, Any], path: str) -> None:
+        """Restore the parts again: the lines before run.steps() may have changed them, e.g. given weights to an optimizer."""
+        self.parts.restore(state, about, path, within_epoch=False)
         self.gradients.load_state_dict(state["run"])
+        self._keep_global_batch(about)
 
     def _too_few_batches(self) -> RuntimeError:
         return RuntimeError(
@@ -358,7 +366,7 @@ class Run:
         self.unsaved.begin_step()
 
     def _end_steps(self) -> None:
-        """Save if the epoch is cut short, and let the evaluation begin."""
+        """After this start's last step of an epoch: save one that is cut short, and let the evaluation begin."""
         epoch_is_over = self.plan.epoch_is_over(self.position)
         if epoch_is_over and self.gradients.note_end_of_epoch(self.plan.began_this_epoch(self.position)):
             self.say(NOT_APPLIED)
@@ -370,9 +378,9 @@ class Run:
         self.due.allow_stop(evaluates=True)
         self.enter("evaluate")
 
-    # The order of a step is a contract: where a part fails, the run ends before what is below it (test_step.py).
+    # The order of a step is a contract: if one of these fails, the run ends before those below it (test_step.py).
     #   1. the ledger of this rank has the samples of the step
-    #   2. the step counts: the position moves, the loss is added
+    #   2. the step counts: the position moves, the loss is added; if a line is due, the losses are looked at
     #   3. the observers are told; one that fails is dropped, and the run goes on
     #      ... the loop asks for its next batch ...
     #   4. the ranks agree on what is due
@@ -391,11 +399,11 @@ class Run:
         self.peers.note_step()
         samples_of_this_start = self.position.samples_seen - self.plan.began_at.samples_seen
         line_is_due = self.clock.stepped(self.sampler.global_batch, samples_of_this_start)
-        speed = self.trial.after_step(self.position.total_steps) if self.trial else None
+        result = self.trial.after_step(self.position.total_steps) if self.trial else None
         if line_is_due:
             self._show_line(loss)
-        if speed:
-            self._end_trial(speed)
+        if result:
+            self._end_trial(result)
         self.tell(Observer.stepped)
 
     @property
@@ -405,8 +413,8 @@ class Run:
             raise RuntimeError("run.step() was called without a batch of run.steps(loader)")
         return self.loader.ids
 
-    def _end_trial(self, speed: str) -> NoReturn:
-        self.say(speed)
+    def _end_trial(self, result: str) -> NoReturn:
+        self.say(result)
         self.tell(Observer.ended)
         self.enter("done")
         sys.exit(0)
@@ -416,7 +424,7 @@ class Run:
         if steps_of_this_start > STEPS_WATCHED:
             self.unsaved.say_what_is_found("a line of the log")
         self.losses.check(self.args.lr, self.saving.last_good)
-        left = self.clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
+        seconds_left = self.clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
         speed = self.clock.lap()
         self.enter("start" if steps_of_this_start == 1 else "save")
         self.tell(
@@ -424,7 +432,7 @@ class Run:
             loss=loss.item(),
             lr=self.parts.learning_rate(),
             speed=speed,
-            seconds_left=left,
+            seconds_left=seconds_left,
             skipped=self._skipped_steps(),
         )
         self.enter("step")
@@ -435,15 +443,15 @@ class Run:
         return scaler.skipped() if isinstance(scaler, Scaler) else 0
 
     def _save_or_stop_if_due(self) -> None:
-        due = self.due.after_step(self.position.total_steps, self.gradients.update_wait())
-        if due is None:
+        wanted = self.due.after_step(self.position.total_steps, self.gradients.update_wait())
+        if wanted is None:
             return
-        if due.save and not self.plan.epoch_is_over(self.position):
+        if wanted.save and not self.plan.epoch_is_over(self.position):
             self.save()
         self.due.allow_stop()
-        if due.stop_signal:
-            self.stop_on(due.stop_signal)
-        if due.hours_are_over:
+        if wanted.stop_signal:
+            self.stop_on(wanted.stop_signal)
+        if wanted.hours_are_over:
             self.stop(f"--max_hours {self.args.max_hours} is over", 0)
 
     def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
@@ -465,15 +473,17 @@ class Run:
         seed_step(self.args.seed, self.position.epoch, TAIL)
 
     def _finish_after_break(self, code: object) -> None:
-        """Save the last epoch if the job has left its loop over run.epochs() by a break. Called with its exit code."""
+        """Save the last epoch if the job, which ends with this exit code, has left its loop over run.epochs()."""
         if self._ended_epoch_is_whole is not None and not code:
             self._save_epoch()
             self.saving.wait()
             self.enter("publish")
             self.saving.finish_publishing(in_a_hurry=bool(STOPS.noted))
+            self.evidence.remove_attempt()
             self.enter("done")
 
     def _save_epoch(self) -> None:
+        """Save what end_epoch() has ended, with the weights of the epoch if it is a whole one."""
         whole = self._ended_epoch_is_whole
         self._ended_epoch_is_whole = None
         self.due.allow_stop()
@@ -489,20 +499,27 @@ class Run:
     # --- Saving and restoring ---
 
     def load(self, state: dict[str, Any], about: dict[str, Any], path: str) -> None:
-        """Restore the run from the checkpoint at `path`. `about`: its manifest."""
-        self.parts.restore(state, path, within_epoch=about["consumed"] > 0)
+        """Restore the run from the `state` of a checkpoint and its manifest `about`. `path`: what messages call it."""
+        # In an elastic job, a rank that has resumed already has the parameter groups that the job has added in this epoch.
+        has_no_groups_of_epoch = self.plan.resumed_at is None and about["consumed"] > 0
+        self.parts.restore(state, about, path, within_epoch=has_no_groups_of_epoch)
         self.gradients.load_state_dict(state["run"])
         self.position = Position.of(about)
         self.saving.id = about.get("run", self.saving.id)
         self.losses.load_state_dict(state["run"])
         self.results.history = state["run"]["history"]
+        self._keep_global_batch(about)
+
+    def _keep_global_batch(self, about: dict[str, Any]) -> None:
         saved_options = about["arguments"]
         options = vars(self.args)
         if all(options.get(name) == saved_options.get(name) for name in ("batch_size", "total_batch")):
             self.sampler.set_global_batch(about["global_batch"])
 
     def save(self, weights_of_epoch: Optional[int] = None) -> None:
-        """Save in the background, unless done already, in a trial or with --checkpoints false. Every rank has to call this."""
+        """Save in the background, unless this position is saved already, in a trial or with --checkpoints false.
+
+        Every rank calls it. `weights_of_epoch`: write the weights of this epoch to a file of their own, too."""
         self.losses.check(self.args.lr, self.saving.last_good)
         self._gather()
         self.peers.agreement.note_save()
@@ -520,7 +537,8 @@ class Run:
         self.saving.require_published()
 
     def _gather(self) -> None:
-        """Bring to rank 0 what a checkpoint holds of the other ranks. All ranks call it, if there was a step since they did."""
+        """Bring to rank 0 what a checkpoint holds of the other ranks. All ranks call it; until the next step, it does nothing
+        more, so that rank 0 may save alone."""
         self.losses.all_reduce()
         if self.args.checkpoints and not self.trial:
             self.gradients.collect()
@@ -543,6 +561,10 @@ class Run:
         sys.exit(code)
 
     def _close(self, how: str, why: Optional[str], in_a_hurry: bool = False) -> None:
+        """Wait for the last save, publish, tell the observers and give up the folder.
+
+        `how`: finished, limit or stopped; `why`: the option or the signal.
+        """
         self.tell(Observer.ending, how=how, why=why)
         self.enter("save")
         self.saving.wait()
@@ -559,33 +581,30 @@ class Run:
         files.release()
 
 
-def _trial(run: Run, prof: Optional[int]) -> "Optional[Trial]":
-    if not (prof or run.args.find_max_batch):
-        return None
-    from common.run.timing import Trial
+def _trial(
+    args: argparse.Namespace, prof: Optional[int], sampler: Sampler, device: torch.device, clock: Clock
+) -> "Union[Profile, BatchTrial, None]":
+    if args.find_max_batch:
+        from common.devices.largest_batch import BatchTrial
 
-    return Trial(run.args, prof, run.sampler, run.device, run.clock)
+        return BatchTrial(args, sampler, device)
+    if prof:
+        from common.run.timing import Profile
 
-
-def names_of_classes(data_set: Optional[object]) -> list[str]:
-    names = getattr(data_set, "classes", None)
-    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
-
-
-def data_digests(data_set: Optional[object]) -> dict[str, str]:
-    """Return what the method digest() of a data set says, if it has one: texts that differ for other samples."""
-    digest = getattr(data_set, "digest", None)
-    if not callable(digest):
-        return {}
-    found: Any = digest()
-    if not isinstance(found, dict) or not all(isinstance(word, str) for pair in found.items() for word in pair):
-        raise TypeError(f"{type(data_set).__name__}.digest() gave {found!r:.80}: it has to give a dict of texts by name")
-    return found
+        return Profile(prof, sampler, device, clock)
+    return None
 
 
-def sizes_of_weights(network: torch.nn.Module) -> list[float]:
+def close_batches(batches: Iterator[Any]) -> None:
+    """End what a loader has begun, before a batch is asked for again."""
+    close = getattr(batches, "close", None)  # of a generator
+    if close:
+        close()
+
+
+def norms_of_weights(network: torch.nn.Module) -> list[float]:
     """Return the norm of each trainable weight, to notice an epoch that changes none of them."""
     # Not the sum: the gradients of a last layer add up to zero. In the widest type, so that small updates are noticed.
     trained = [weight.detach() for weight in network.parameters() if weight.requires_grad]
-    sizes = [torch.linalg.vector_norm(weight, dtype=devices.widest(weight.device)) for weight in trained]
-    return torch.stack(sizes).tolist() if sizes else []
+    norms = [torch.linalg.vector_norm(weight, dtype=devices.widest(weight.device)) for weight in trained]
+    return torch.stack(norms).tolist() if norms else []

@@ -1,6 +1,5 @@
-"""Timers: how long the parts of a program take, and a start of a job that only measures some steps."""
+"""Timers for programs that print their speed: the seconds of each part, and the images per second of some steps."""
 
-import argparse
 import time
 from collections.abc import Mapping
 from typing import Optional
@@ -8,7 +7,6 @@ from typing import Optional
 import torch
 
 from common import devices
-from common.errors import UserError
 from common.run.clock import TRAINING_PHASES, WARM_UP, Clock, speed
 from common.run.plan import Sampler
 
@@ -32,39 +30,29 @@ class Stopwatch:
         return "time: " + ", ".join(f"{name} {spent:.1f} s" for name, spent in self._laps.items()) + f" (of which {parts})"
 
 
-class Trial:
-    """A start that takes a few steps to measure them (--prof, --find_max_batch). It reads no checkpoint and writes no file."""
+class Profile:
+    """A start that measures the speed of some steps (--prof), and then ends."""
 
-    def __init__(self, args: argparse.Namespace, prof: Optional[int], sampler: Sampler, device: torch.device, clock: Clock):
-        """`prof`: measure the speed of this many steps, after some that warm up; unset: none, for --find_max_batch."""
-        if args.find_max_batch and not devices.is_accelerator(device):
-            raise UserError("--find_max_batch true looks at the memory of a GPU, and this job computes on a CPU")
-        self._args = args
-        self._steps = prof or 0
-        self._steps_left = WARM_UP + self._steps
+    def __init__(self, steps: int, sampler: Sampler, device: torch.device, clock: Clock):
+        """`steps`: to measure, after WARM_UP others."""
+        self._measured_steps = steps
+        self._steps_left = WARM_UP + steps
         self._sampler = sampler
         self._device = device
         self._clock = clock
         self._seconds_at_first: dict[str, float] = {}
 
-    def after_step(self, total_steps: int) -> Optional[str]:
-        """Return a line with the speed after the last step of --prof, else None. --find_max_batch exits after its last one."""
-        if self._args.find_max_batch:
-            from common.devices import largest_batch
-
-            largest_batch.end_of_step(self._args, total_steps, self._sampler, self._finish_work)
+    def after_step(self, _total_steps: int) -> Optional[str]:
+        """Return a line with the speed after the last step to measure, else None."""
         self._steps_left -= 1
-        if self._steps_left == self._steps:
-            self._finish_work()
+        if self._steps_left == self._measured_steps:
+            devices.synchronize(self._device)
             self._seconds_at_first = self._clock.read()
-        if self._steps_left > 0 or not self._steps:
+        if self._steps_left > 0:
             return None
-        self._finish_work()
-        samples = self._sampler.global_batch * self._steps
+        devices.synchronize(self._device)
+        samples = self._sampler.global_batch * self._measured_steps
         fractions = speed(self._seconds_at_first, self._clock.read(), samples)
         rate = fractions.pop("images_per_s")
         split = ", ".join(f"{fractions[phase]:.0%} {phase.replace('_', ' ')}" for phase in TRAINING_PHASES)
-        return f"Training speed was {rate:.1f} images/s over {self._steps} steps: {split}"
-
-    def _finish_work(self) -> None:
-        devices.synchronize(self._device)
+        return f"Training speed was {rate:.1f} images/s over {self._measured_steps} steps: {split}"

@@ -1,8 +1,10 @@
 """Batches of images that are in memory: DALI pads, crops and flips them, with the numbers of datasets.crops."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from common import arguments, devices
@@ -36,20 +38,20 @@ class ArrayBatches:
             _, labels, ids = self._data[epoch, numbers]
             yield as_tensor(output, self._device).permute(0, 3, 1, 2), labels, ids
 
-    def _pipeline(self, epoch, batches):
+    def _pipeline(self, epoch: int, batches: Sequence[np.ndarray]) -> Any:
         from nvidia.dali import fn
 
         height, width = self._data.images.shape[2:]
         gpu = self._device if devices.is_nvidia(self._device) else None
 
-        def source(numbers):
+        def source(numbers: np.ndarray) -> tuple[np.ndarray, ...]:
             images, _, ids = self._data[epoch, numbers]
             top, left, flip = draw_crops_and_flips(ids, self._seed, epoch)
             anchors = torch.stack([top, left], dim=1).to(torch.int32) - PADDING
             images = images.permute(0, 2, 3, 1).contiguous()
             return tuple(array.numpy() for array in (images, anchors, flip.to(torch.int32)))
 
-        def graph(images, anchors, flip):
+        def graph(images: Any, anchors: Any, flip: Any) -> tuple[Any, ...]:
             images = images.gpu() if gpu else images
             if not self._augment:
                 return (images,)

@@ -43,7 +43,7 @@ class PipelineBatches:
         finally:
             give_memory_back()
 
-    def _batches(self, epoch, batches):
+    def _batches(self, epoch: int, batches: Sequence[np.ndarray]) -> Iterator[Any]:
         for_dali = [self._reads_alike(ids, epoch) for ids in batches]
         pipeline = None
         for number, ids in enumerate(batches):
@@ -90,21 +90,21 @@ class DaliBatches(PipelineBatches):
 
     _data: Photos
 
-    def _reads_alike(self, ids, epoch):
+    def _reads_alike(self, ids: np.ndarray, epoch: int) -> bool:
         data = self._data
         smallest = data.area[0] * data.tree.widths[ids] * data.tree.heights[ids]  # pixels of a crop
         small = ids[smallest < NARROW] if data.train else ids[:0]
         narrow = len(small) > 0 and any(map(decode.is_narrow, data.windows(small, epoch)[0][:, 3]))
         return not narrow and super()._reads_alike(ids, epoch)
 
-    def _batch(self, outputs, ids, epoch):
+    def _batch(self, outputs: Sequence[Any], ids: np.ndarray, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
         labels = torch.from_numpy(self._data.tree.labels[ids])
         if self._gpu:
             return as_tensor(outputs[0], self._gpu)[: len(ids)].permute(0, 3, 1, 2), labels
         pictures, numbers = outputs
         return self._resized_here(pictures, numbers, ids, epoch), labels
 
-    def _resized_here(self, pictures, numbers, ids, epoch):
+    def _resized_here(self, pictures: Any, numbers: Any, ids: np.ndarray, epoch: int) -> torch.Tensor:
         """Make the images from what DALI decoded, with torch: it resizes faster on a CPU. `numbers`: the flips, in training."""
         data, numbers = self._data, np.array(numbers.as_tensor())
         images = torch.empty((len(ids), 3, data.size, data.size), dtype=torch.uint8, memory_format=torch.channels_last)
@@ -117,7 +117,7 @@ class DaliBatches(PipelineBatches):
                 images[place] = decode.eval_cut(picture, data.size, data.short, mode=data.mode)
         return images
 
-    def _pipeline(self, batches, epoch):
+    def _pipeline(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
         from nvidia.dali import fn
 
         data, largest = self._data, max(map(len, batches))
@@ -127,14 +127,14 @@ class DaliBatches(PipelineBatches):
             plan, graph, plans = (_test_plan, _test_graph, 2) if self._gpu else (_whole_plan, _whole_graph, 1)
         how = {"size": data.size, "decoder": "mixed" if self._gpu else "cpu"}
 
-        def planned(ids):
+        def planned(ids: np.ndarray) -> tuple[np.ndarray, ...]:
             data.tree.prefetch(ids)
             return plan(data, _padded(ids, largest), epoch)
 
         if data.tree.in_files:
             files = [data.tree.path(number) for ids in batches for number in _padded(ids, largest)]
 
-            def from_files(*numbers):
+            def from_files(*numbers: Any) -> tuple[Any, ...]:
                 contents, _ = fn.readers.file(files=files, random_shuffle=False, prefetch_queue_depth=AHEAD)
                 return graph(contents, *numbers, **how)
 
@@ -142,10 +142,10 @@ class DaliBatches(PipelineBatches):
 
         readers = ThreadPoolExecutor(self._threads)
 
-        def read(number):
+        def read(number: int) -> np.ndarray:
             return np.frombuffer(data.tree.read(number), np.uint8)
 
-        def read_and_planned(ids):
+        def read_and_planned(ids: np.ndarray) -> tuple[Any, ...]:
             numbers = planned(ids)
             return list(readers.map(read, _padded(ids, largest))), *numbers
 
@@ -155,13 +155,13 @@ class DaliBatches(PipelineBatches):
 # DALI's operators for a batch of photographs (graph), and the arrays of numbers that they need (plan).
 
 
-def _train_plan(data, ids, epoch):
+def _train_plan(data: Photos, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
     """Return (top, left) and (height, width) of the window that each picture is cropped to, and whether it is flipped."""
     windows, flips = data.windows(ids, epoch)
     return windows[:, :2].astype(np.float32), windows[:, 2:].astype(np.float32), flips.astype(np.int32)
 
 
-def _train_graph(contents, window, extent, flip, size, decoder):
+def _train_graph(contents: Any, window: Any, extent: Any, flip: Any, size: int, decoder: str) -> tuple[Any, ...]:
     from nvidia.dali import fn
 
     images = fn.decoders.image_slice(
@@ -173,15 +173,15 @@ def _train_graph(contents, window, extent, flip, size, decoder):
     return (fn.flip(resized(images, (size, size)), horizontal=flip),)
 
 
-def _whole_plan(data, ids, _epoch):
+def _whole_plan(data: Photos, ids: np.ndarray, _epoch: int) -> tuple[np.ndarray, ...]:
     return (ids.astype(np.int64),)
 
 
-def _whole_graph(contents, ids, size, decoder):
+def _whole_graph(contents: Any, ids: Any, size: int, decoder: str) -> tuple[Any, ...]:
     return decoded(contents, decoder), ids
 
 
-def _test_plan(data, ids, _epoch):
+def _test_plan(data: Photos, ids: np.ndarray, _epoch: int) -> tuple[np.ndarray, ...]:
     """Return (height, width) that each picture is resized to, and (top, left) of the middle that is then cut out."""
     heights, widths = data.tree.heights[ids].astype(np.int64), data.tree.widths[ids].astype(np.int64)
     sizes = np.array([decode.resized_size(height, width, data.short, data.size) for height, width in zip(heights, widths)])
@@ -189,11 +189,11 @@ def _test_plan(data, ids, _epoch):
     return sizes.astype(np.float32), middle.astype(np.float32)
 
 
-def _test_graph(contents, sizes, middle, size, decoder):
+def _test_graph(contents: Any, sizes: Any, middle: Any, size: int, decoder: str) -> tuple[Any, ...]:
     return (cut(resized(decoded(contents, decoder), sizes), middle, [float(size)] * 2),)
 
 
-def _padded(ids, count):
+def _padded(ids: np.ndarray, count: int) -> np.ndarray:
     """Return `count` ids: the last one is repeated, because all batches of a pipeline have the same size."""
     return np.concatenate([ids, np.repeat(ids[-1:], count - len(ids))])
 
@@ -206,7 +206,7 @@ class PairBatches(PipelineBatches):
 
     _data: Pairs
 
-    def _batch(self, outputs, ids, _epoch):
+    def _batch(self, outputs: Sequence[Any], ids: np.ndarray, _epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._gpu:
             both = [as_tensor(images, self._gpu) for images in outputs]
             return torch.cat(both).permute(0, 3, 1, 2), torch.from_numpy(ids)
@@ -219,8 +219,8 @@ class PairBatches(PipelineBatches):
             images[place] = self._data.cut(picture, sizes[pair].astype(int), corners[pair].astype(int), flips[pair])
         return images, torch.from_numpy(ids)
 
-    def _pipeline(self, batches, epoch):
-        def graph(blurry, sharp, *numbers):
+    def _pipeline(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
+        def graph(blurry: Any, sharp: Any, *numbers: Any) -> tuple[Any, ...]:
             if self._gpu:
                 return transformed(blurry, sharp, *numbers, crop=self._data.crop, decoder="mixed")
             return decoded(blurry, "cpu"), decoded(sharp, "cpu"), *numbers  # on a CPU torch's resize is faster
@@ -239,7 +239,7 @@ def transformed(blurry: Any, sharp: Any, sizes: Any, corners: Any, flips: Any, c
     """Return DALI operators that decode, resize, crop and flip both pictures alike. `decoder`: cpu, or mixed for the GPU."""
     from nvidia.dali import fn
 
-    def picture(files):
+    def picture(files: Any) -> Any:
         images = cut(resized(decoded(files, decoder), sizes), corners, [float(crop)] * 2)
         return fn.flip(images, vertical=flips[0], horizontal=flips[1])
 

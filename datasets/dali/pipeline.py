@@ -34,7 +34,7 @@ def build(
     from nvidia.dali import fn
     from nvidia.dali.pipeline import Pipeline
 
-    def arrays_of(number):
+    def arrays_of(number: int) -> Any:
         if number == len(batches):  # DALI prefetches beyond the last batch
             raise StopIteration
         return source(batches[number])

@@ -72,7 +72,7 @@ def externalSourcePipeline(external_data: ExternalInputIterator, resize: int, cr
         corner = [fn.random.uniform(range=(0.0, 1.0)) for _ in range(2)]
         flips = [fn.random.coin_flip() for _ in range(2)]
 
-        def transformed(files):
+        def transformed(files: Any) -> Any:
             images: Any = fn.resize(decoded(files, decoder), resize_y=height)
             images = fn.crop(images, crop=(crop, crop), crop_pos_x=corner[0], crop_pos_y=corner[1])
             images = fn.flip(images, horizontal=flips[0], vertical=flips[1])

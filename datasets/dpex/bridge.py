@@ -45,14 +45,14 @@ def main(head_address: str) -> None:
     os._exit(0)  # threads may still serve iterators
 
 
-def _wait_for_the_end(joined, left):
+def _wait_for_the_end(joined: threading.Event, left: threading.Event) -> None:
     sys.stdin.readline()  # a line, as other children of the training process may hold stdin open; or EOF
     if not joined.is_set():
         os._exit(0)  # the training process no longer needs the cluster
     left.set()
 
 
-def _serve(listener, cluster):
+def _serve(listener: socket.socket, cluster: Cluster) -> None:
     while True:
         connection, _ = listener.accept()
         threading.Thread(target=Pool(connection, cluster).serve, daemon=True).start()

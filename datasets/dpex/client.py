@@ -9,7 +9,7 @@ import subprocess
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Any, Optional
 
@@ -98,18 +98,21 @@ class Bridge:
             warnings.warn(f"the Ray cluster is lost: {reason}; batches are made on this machine from here on", stacklevel=2)
 
 
-def _end(process, owner):
-    if os.getpid() != owner:  # a fork of the training process
+def _end(process: subprocess.Popen, owner: int) -> None:
+    """End the bridge, unless this is a fork of its owner, the training process."""
+    if os.getpid() != owner:
         return
+    to_bridge: Any = process.stdin
+    from_bridge: Any = process.stdout
     with contextlib.suppress(OSError):
-        process.stdin.write("end\n")
-        process.stdin.close()
+        to_bridge.write("end\n")
+        to_bridge.close()
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    process.stdout.close()
+    from_bridge.close()
 
 
 class Workers:
@@ -155,7 +158,7 @@ class Workers:
         """Return whether the connection is open, and was opened by this process and not by a parent that forked."""
         return self._owner == os.getpid() and self._connection.fileno() >= 0
 
-    def _send(self, *message, parts=()):
+    def _send(self, *message: object, parts: Sequence[Any] = ()) -> None:
         with self._whole():
             send(self._connection, message, parts)
 
@@ -189,7 +192,7 @@ class Workers:
             if epoch == self._epoch:
                 return (verb, *words, *([unpack(parts)] if parts else []))
 
-    def _copied(self, epoch, left):
+    def _copied(self, epoch: int, left: Any) -> Optional[list]:
         """Return the parts of a batch. None: its worker has ended, and the bridge has it made again; or it comes too late."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, EOFError):
             return copy(left) if epoch == self._epoch else None

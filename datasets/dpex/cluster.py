@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from common.errors import UserError
 from common.machine import malloc
@@ -58,7 +58,7 @@ def _prepare_our_own():
     os.environ["PYTHONPATH"] = os.pathsep.join([repository(), *filter(None, sys.path)])
 
 
-def _init(how, failed) -> str:
+def _init(how: dict[str, Any], failed: str) -> str:
     """Call ray.init(**how) and return the cluster's address. `failed`: the text of the UserError, with {reason} in it."""
     os.environ.update(QUIET)
     import ray
@@ -74,7 +74,7 @@ def _init(how, failed) -> str:
     return ray.get_runtime_context().gcs_address
 
 
-def _users_address(head_address):
+def _users_address(head_address: Optional[str]) -> Optional[str]:
     """Return the address of the user's cluster. None: there is none, or none is wanted, so we start our own."""
     if head_address not in ("auto", "local", None):
         return head_address

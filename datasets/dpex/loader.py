@@ -140,7 +140,7 @@ class RayIterator(_BaseDataLoaderIter):
     def _new_pass(self):
         return Pass([True] * self._num_workers, itertools.cycle(range(self._num_workers)))
 
-    def _begin(self, workers):
+    def _begin(self, workers: Workers) -> None:
         iterable = self._dataset_kind == _DatasetKind.Iterable
         task = {
             "dataset": self._dataset, "kind": self._dataset_kind, "auto_collation": self._auto_collation,
@@ -148,11 +148,11 @@ class RayIterator(_BaseDataLoaderIter):
             "num_workers": self._num_workers, "folder": os.getcwd(),
             "any_index": [None] * self._batch_size if iterable and self._batch_size else None,
         }  # fmt: skip
-        workers.begin(task, self._num_workers, self._base_seed)
+        workers.begin(task, self._num_workers, int(self._base_seed))
 
     # --- Requests --------------------------------------------------------------------------------------------------------
 
-    def _request_ahead(self, workers, more=0):
+    def _request_ahead(self, workers: Workers, more: int = 0) -> None:
         now, window = self._pass, self._prefetch * self._num_workers + more
         while len(now.requested) < window and any(now.has_more) and not now.exhausted:
             try:
@@ -175,7 +175,7 @@ class RayIterator(_BaseDataLoaderIter):
                 self._go_on_here()
         return next(self._rest)
 
-    def _from_workers(self, workers):
+    def _from_workers(self, workers: Workers) -> Any:
         now = self._pass
         while True:
             self._request_ahead(workers)
@@ -198,7 +198,7 @@ class RayIterator(_BaseDataLoaderIter):
                 continue
             self._receive(workers)
 
-    def _receive(self, workers):
+    def _receive(self, workers: Workers) -> None:
         now = self._pass
         worker = next((its for number, (its, _) in now.requested.items() if number not in now.arrived), None)
         starts = START_SECONDS if worker not in self._awake else 0  # the timeout is for batches, not for starting workers
@@ -224,7 +224,7 @@ class RayIterator(_BaseDataLoaderIter):
         else:
             now.arrived[number] = data
 
-    def _warn_of_loss(self, worker, reason):
+    def _warn_of_loss(self, worker: int, reason: str) -> None:
         if not self._warned:
             self._warned = True
             drawn = "; a transform that draws from the worker's global random generator draws anew in them"
@@ -249,7 +249,7 @@ class RayIterator(_BaseDataLoaderIter):
             for _ in range(self._num_yielded):
                 next(self._rest)
 
-    def _loader_here(self, indices, again=False):
+    def _loader_here(self, indices: Any, again: bool = False) -> DataLoader:
         """Return torch's loader for these indices. An IterableDataset starts anew, with the cluster's seeds if `again`."""
         how: dict[str, Any] = {
             "num_workers": self._num_workers, "collate_fn": self._collate_fn, "timeout": self._timeout,
@@ -275,7 +275,7 @@ def batches(data_set: Any, sampler: Any, workers: int = 0) -> DpexDataLoader:
     )  # fmt: skip
 
 
-def _outlive_stop_signals(worker):
+def _outlive_stop_signals(worker: int) -> None:
     """In a worker process of this machine, ignore stop signals: a stopped job needs batches until it has saved."""
     if multiprocessing.parent_process():
         begin_worker(worker)

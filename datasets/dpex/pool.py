@@ -5,7 +5,7 @@ import dataclasses
 import queue
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 from common.errors import one_line
@@ -55,11 +55,11 @@ class Pool:
         finally:
             self._close()
 
-    def _send(self, message, packed=()):
+    def _send(self, message: tuple, packed: Sequence[Any] = ()) -> None:
         with self._sending, contextlib.suppress(OSError):  # if the connection is closed, serve() ends
             send(self._connection, message, packed)
 
-    def _fail(self, epoch, error):
+    def _fail(self, epoch: Optional[int], error: BaseException) -> None:
         self._send(("failed", epoch, _words(error)))
 
     def _close(self):
@@ -73,7 +73,7 @@ class Pool:
             self._connection.shutdown(socket.SHUT_RDWR)  # a thread may be sending
         self._connection.close()
 
-    def _end(self, worker):
+    def _end(self, worker: Any) -> None:
         import ray
 
         with contextlib.suppress(Exception):
@@ -110,7 +110,7 @@ class Pool:
         for worker in (worker for worker in self._workers[:count] if not worker.actor):
             self._start(worker, nodes.pop())
 
-    def _start(self, worker, node, again=False):
+    def _start(self, worker: Any, node: Any, again: bool = False) -> None:
         worker.node, worker.actor = node, self._cluster.start_worker(node, self._packages, again)
 
     def _resume(self, epoch: int):
@@ -128,7 +128,7 @@ class Pool:
     def _note_receipt(self, worker: int, received: bool):
         self._workers[worker].received.put(received)
 
-    def _deliver(self, worker):
+    def _deliver(self, worker: Any) -> None:
         """Send a worker's batches in the order in which they were requested. Runs in a thread for each worker."""
         import ray
         from ray.exceptions import ActorDiedError
@@ -164,7 +164,7 @@ class Pool:
                         self._send(("lost", epoch, worker.number, _words(error)))
             packed = reference = what = None  # else the object store would keep them until the next batch
 
-    def _actor_for_another_try(self, worker, actor, error, losses) -> tuple[Any, bool]:
+    def _actor_for_another_try(self, worker: Any, actor: Any, error: Exception, losses: int) -> tuple[Any, bool]:
         """Return (the actor that makes the batch again, whether it is new). A lost worker is replaced, on another node if
         possible; if the object store lost the batch or is full, the worker stays. Else, or after LOSSES, raise the error."""
         import ray.exceptions as known
@@ -184,6 +184,6 @@ class Pool:
         return worker.actor, is_lost
 
 
-def _words(error):
+def _words(error: BaseException) -> str:
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {one_line(first)[:300]}"

@@ -12,7 +12,7 @@ import struct
 import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ def pack(value: object) -> PackedBatch:
     from ray import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
-        def reducer_override(self, thing):
+        def reducer_override(self, thing: Any) -> Any:
             module = getattr(thing, "__module__", None) if isinstance(thing, NAMED) else type(thing).__module__
             modules.add(module)
             if type(thing) in (torch.TypedStorage, torch.UntypedStorage):  # torch would embed a file of torch.save()
@@ -52,13 +52,13 @@ def unpack(parts: Sequence) -> Any:
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
-def _is_a_part(tensor):
+def _is_a_part(tensor: Any) -> bool:
     """Return whether the tensor is a part of a larger storage, all of which would be pickled."""
     plain = str(tensor.layout) == "torch.strided" and not tensor.is_nested
     return plain and tensor.nbytes < tensor.untyped_storage().nbytes()
 
 
-def _stored(content, dtype):
+def _stored(content: Any, dtype: Any) -> Any:
     import torch
 
     return torch.TypedStorage(wrap_storage=torch.from_numpy(content).untyped_storage(), dtype=dtype, _internal=True)
@@ -90,11 +90,11 @@ def receive(connection: socket.socket) -> tuple[Any, list[memoryview]]:
     return message, [_read(connection, length) for length in lengths]
 
 
-def _read(connection, length):
+def _read(connection: socket.socket, length: int) -> Any:
     return _filled(length, lambda missing: connection.recv_into(missing, 0, socket.MSG_WAITALL))
 
 
-def _filled(length, read_into):
+def _filled(length: int, read_into: Callable[[Any], int]) -> Any:
     content = np.empty(length, np.uint8).data
     missing = content
     while len(missing):

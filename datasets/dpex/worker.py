@@ -4,7 +4,8 @@ import contextlib
 import os
 import random
 import socket
-from typing import Callable, Optional, Union
+from collections.abc import Sequence
+from typing import Any, Callable, Optional, Union
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ class LoaderWorker:
         self._left[key] = parts
         return leave(parts)
 
-    def _begin(self, task, worker, seed):
+    def _begin(self, task: Callable[[], Any], worker: int, seed: int) -> None:
         self._worker = worker
         # The worker has its own copy, because a data set may write to itself; the object store's is shared by all workers.
         self._task = unpack(list(map(bytearray, task())))
@@ -81,7 +82,7 @@ class LoaderWorker:
             self._task["worker_init_fn"](worker)
         self._start_pass()
 
-    def _seed(self, seed):
+    def _seed(self, seed: int) -> None:
         """Seed Python, torch and NumPy as torch's DataLoader does in a worker, and fill in what get_worker_info() returns."""
         random.seed(seed)
         torch.manual_seed(seed)
@@ -96,7 +97,7 @@ class LoaderWorker:
             task["kind"], task["dataset"], task["auto_collation"], task["collate_fn"], task["drop_last"]
         )
 
-    def _next(self, index, counts, place):
+    def _next(self, index: Any, counts: Sequence[int], place: int) -> Any:
         for count in counts[self._place[0] :]:
             self._catch_up(count)
             self._start_pass()
@@ -105,14 +106,14 @@ class LoaderWorker:
         self._place = len(counts), place + 1
         return self._fetcher.fetch(index)
 
-    def _catch_up(self, place):
+    def _catch_up(self, place: int) -> None:
         """Skip an IterableDataset's batches before `place`, and their errors. For other data sets, do nothing."""
         while self._is_stream and self._place[1] < place:
             self._place = self._place[0], self._place[1] + 1
             with contextlib.suppress(Exception):
                 self._fetcher.fetch(self._task["any_index"])
 
-    def _attempt(self, action, *arguments):
+    def _attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return action(*arguments)
         except StopIteration:

@@ -75,7 +75,7 @@ def _pipelines() -> dict[str, type]:
     return pipelines
 
 
-def _train_pipeline(base):
+def _train_pipeline(base: type) -> type:
     from nvidia.dali import fn, types
 
     class HybridTrainPipe(base):
@@ -107,7 +107,7 @@ def _train_pipeline(base):
     return HybridTrainPipe
 
 
-def _val_pipeline(base):
+def _val_pipeline(base: type) -> type:
     from nvidia.dali import fn, types
 
     class HybridValPipe(base):
@@ -135,19 +135,19 @@ def _val_pipeline(base):
     return HybridValPipe
 
 
-def _files(data_dir, local_rank, world_size, **how) -> dict[str, Any]:
+def _files(data_dir: str, local_rank: int, world_size: int, **how: Any) -> dict[str, Any]:
     """Return options of DALI's file reader. It fills up a shard with copies of the last sample; our iterators drop them."""
     return {"file_root": data_dir, "shard_id": local_rank, "num_shards": world_size, "pad_last_batch": True, **how}
 
 
-def _normalisation(mean, std, crop, fp16) -> dict[str, Any]:
+def _normalisation(mean: Sequence[float], std: Sequence[float], crop: int, fp16: bool) -> dict[str, Any]:
     from nvidia.dali import types
 
     dtype = types.DALIDataType.FLOAT16 if fp16 else types.DALIDataType.FLOAT
     return {"dtype": dtype, "output_layout": "CHW", "crop": (crop, crop), "mean": list(mean), "std": list(std)}
 
 
-def _labels_on_device(labels, place):
+def _labels_on_device(labels: Any, place: Any) -> Any:
     return labels if place.device_id is None else labels.gpu()
 
 
@@ -177,7 +177,7 @@ class DaliIterator:
         return _next(self._dali_iterator)
 
 
-def _ends(pipeline, size):
+def _ends(pipeline: Any, size: int) -> dict[str, Any]:
     """Return the arguments that end an epoch of DALI's iterator: reader_name if its shard has `size` samples, else `size`."""
     reader = pipeline.reader_meta().get(READER)
     if reader and size == math.ceil(reader["epoch_size"] / reader["number_of_shards"]):
@@ -185,7 +185,7 @@ def _ends(pipeline, size):
     return {"size": size, "last_batch_padded": bool(reader and reader["pad_last_batch"])}
 
 
-def _next(dali_iterator):
+def _next(dali_iterator: Any) -> Any:
     try:
         (data,) = next(dali_iterator)
     except StopIteration:
@@ -243,7 +243,14 @@ class DaliIteratorCPUNoPrefetch(DaliIteratorCPU):
     _has_thread = False
 
 
-def _normalised(dali_iterator, device, dtype, mean, std, pin_memory) -> Generator:
+def _normalised(
+    dali_iterator: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    mean: Sequence[float],
+    std: Sequence[float],
+    pin_memory: bool,
+) -> Generator:
     """Yield (images, labels, event) until the epoch ends. The event follows the work on a side stream; None without a stream.
 
     As a method, it would keep its DaliIteratorCPU alive in the thread that runs it, so that it could not be deleted.
@@ -251,7 +258,7 @@ def _normalised(dali_iterator, device, dtype, mean, std, pin_memory) -> Generato
     devices.use(device)
     stream = devices.side_stream(device)
     with devices.on_stream(stream):
-        mean, std = (torch.tensor(value, dtype=dtype).view(1, 3, 1, 1).to(device) for value in (mean, std))
+        of_channels = [torch.tensor(value, dtype=dtype).view(1, 3, 1, 1).to(device) for value in (mean, std)]
     while True:
         with devices.on_stream(stream):
             try:
@@ -259,6 +266,6 @@ def _normalised(dali_iterator, device, dtype, mean, std, pin_memory) -> Generato
             except StopIteration:
                 return
             images = devices.to_device(images, device, pin=pin_memory)
-            images = images.permute(0, 3, 1, 2).to(dtype).sub_(mean).div_(std)
+            images = images.permute(0, 3, 1, 2).to(dtype).sub_(of_channels[0]).div_(of_channels[1])
             labels = devices.to_device(labels, device, pin=pin_memory)
         yield images, labels, devices.record_event(stream) if stream else None

@@ -118,12 +118,12 @@ def get_synthetic_loader(
 get_synthetic_train_loader = get_synthetic_val_loader = get_syntetic_loader = get_synthetic_loader
 
 
-def _files(data_path, split, backend):
+def _files(data_path: str, split: str, backend: str) -> Any:
     files = tree.load(os.path.join(data_path, split)).without_larger(MEGAPIXELS)
     return kspeed.through_cache(files, None, None) if backend.endswith("kspeed") else files
 
 
-def _mode(interpolation):
+def _mode(interpolation: str) -> str:
     return "bicubic" if interpolation == "bicubic" else "bilinear"
 
 

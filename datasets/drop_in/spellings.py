@@ -6,6 +6,7 @@ Both take the folder of the data as a word without an option. Such a command als
 import argparse
 import re
 from collections.abc import Sequence
+from typing import Optional
 
 from common.arguments import YES_OR_NO, boolean
 
@@ -84,7 +85,7 @@ def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[
     return given, remarks
 
 
-def _split(word):
+def _split(word: str) -> tuple[str, Optional[str]]:
     """Split --name=value, or -jVALUE if NAMES has -j, into (name, value or None). Dashes in long names become underscores."""
     if short := re.fullmatch(r"(-[A-Za-z])=?(.+)", word, re.S):
         return (short[1], short[2]) if short[1] in NAMES else (word, None)
@@ -92,21 +93,21 @@ def _split(word):
     return ("--" + name[2:].replace("-", "_") if name.startswith("--") else name), value if equals else None
 
 
-def _value(value, words):
+def _value(value: Optional[str], words: list[str]) -> Optional[str]:
     """Return `value` if given, else the next word, taken off `words`; None if there is no next word or it begins with --."""
     if value is None and words and not words[-1].startswith("--"):
         return words.pop()
     return value
 
 
-def _spelled_out(value, words):
+def _spelled_out(value: Optional[str], words: list[str]) -> Optional[bool]:
     """Return whether a flag is set: by `value`, else by a yes or no taken off `words`, else True. None for another `value`."""
     if value is None and words and words[-1].strip().lower() in YES_OR_NO:
         value = words.pop()
     return YES_OR_NO.get((value or "true").strip().lower())
 
 
-def _takes_next(parser, name, words):
+def _takes_next(parser: argparse.ArgumentParser, name: str, words: list[str]) -> bool:
     """Return whether the next word is the option's value: a flag has none, a boolean only yes or no; none begins with --."""
     if not words or words[-1].startswith("--"):
         return False

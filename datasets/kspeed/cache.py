@@ -15,14 +15,13 @@ from typing import Any, Optional, Union
 from common.errors import UserError, one_line
 from common.progress import warn
 from datasets.crc import crc32
-from datasets.kspeed.memcached import DOWN, HEADER, LARGEST, LEFT_ALONE, NOT_STORED, OPEN, TOO_LARGE, WRONG, Unfit
+from datasets.kspeed.memcached import DOWN, HEADER, LARGEST, LEFT_ALONE, NOT_STORED, OPEN, TOO_LARGE, WRONG, Server, Unfit
 
 PORT = 11211
 MOST_WRONG = 3  # after so many wrong answers a server is left alone for a while
 MAGIC = b"ARC1"
 HASHED_KEY = 20  # bytes
 
-Server = tuple[str, int]  # host, port
 Servers = Union[str, Sequence[str], None]  # "host:port,host:port", or a list of host:port
 Key = Union[str, bytes]
 
@@ -58,7 +57,7 @@ class SampleCache:
     def __getstate__(self):
         return {name: vars(self)[name] for name in ("servers", "deadline", "login", "too_large", "_secret")}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._start()
 
@@ -103,7 +102,7 @@ class SampleCache:
 
     # --- Keys and values ---
 
-    def _hashed(self, key):
+    def _hashed(self, key: Union[str, bytes]) -> tuple[str, bytes]:
         """Return (the key's name on the server, secret for its checksum). The name is a hash, so it contains no command."""
         key = key if isinstance(key, bytes) else key.encode("utf-8", "surrogateescape")
         digest = hashlib.blake2b(key, digest_size=HASHED_KEY + 32, key=self._secret, person=b"anyrank sample").digest()
@@ -160,7 +159,7 @@ class SampleCache:
     def warn_of_no_password(self, server: Server) -> None:
         self._warn_once(server, OPEN, "asks for no password: anybody who can reach it can read and delete what it holds")
 
-    def _warn_once(self, server, kind, what):
+    def _warn_once(self, server: Server, kind: int, what: str) -> None:
         place = self.servers.index(server)
         with self._lock:
             reported = self._reported[place] & kind

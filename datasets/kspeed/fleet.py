@@ -15,17 +15,29 @@ module, and only inside a function, because pymemcache is an optional package.
 import functools
 import hashlib
 import hmac
-from typing import Any
+from typing import Any, Callable
 
 from pymemcache.client.base import Client
 from pymemcache.client.hash import HashClient
 from pymemcache.client.rendezvous import RendezvousHash
 from pymemcache.exceptions import MemcacheClientError, MemcacheServerError
 
-from datasets.kspeed.memcached import END, HEADER, LARGEST, LEFT_ALONE, LOGIN, NOT_STORED, STORED, TOO_LARGE, Network, Unfit
+from datasets.kspeed.memcached import (
+    END,
+    HEADER,
+    LARGEST,
+    LEFT_ALONE,
+    LOGIN,
+    NOT_STORED,
+    STORED,
+    TOO_LARGE,
+    CacheOfServers,
+    Network,
+    Unfit,
+)
 
 
-def connect(cache: Any) -> Any:
+def connect(cache: CacheOfServers) -> Any:
     """Return one client for all servers. A key belongs to one server; after a failure it belongs to another for a while."""
     network = Network(cache)
     how: dict = {
@@ -37,7 +49,7 @@ def connect(cache: Any) -> Any:
     return fleet
 
 
-def _score(text, _seed):
+def _score(text: str, _seed: int) -> int:
     """Return a hash of the text, in a tenth of the time that pymemcache's hash in Python takes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
@@ -46,8 +58,9 @@ class ServerConnection(Client):
     """The connection to one server. HashClient leaves a server alone after an OSError; other errors are misses."""
 
     sock: Any
+    server: Any  # (host, port): pymemcache would also take the path of a socket
 
-    def get_many(self, keys, seals):
+    def get_many(self, keys: Any, seals: Any) -> dict[str, Any]:
         """Return {key: sample} of the samples that are there and undamaged. `seals`: {key: secret for its checksum}."""
         self.socket_module.begin()
         found = {}
@@ -58,23 +71,23 @@ class ServerConnection(Client):
                 self.cache.count_wrong_answer(self.server, "a value that is damaged or not ours")
         return found
 
-    def set(self, key, value):
+    def set(self, key: str, value: Any) -> Any:
         return self._guarded(self._set, key, value)
 
-    def touch(self, key):
+    def touch(self, key: str) -> Any:
         return self._guarded(super().touch, key)
 
-    def delete(self, key):
+    def delete(self, key: str) -> Any:
         return self._guarded(super().delete, key)
 
     def stats(self):
         return self._guarded(super().stats)
 
     @property
-    def cache(self):
+    def cache(self) -> CacheOfServers:
         return self.socket_module.cache
 
-    def _guarded(self, function, *arguments):
+    def _guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
         was_open = self.sock is not None
         try:
             answer = function(*arguments)
@@ -95,7 +108,7 @@ class ServerConnection(Client):
             self.cache.note_answer(self.server)
         return answer
 
-    def _extract_value(self, expect_cas, line, buf, remapped_keys, prefixed_keys):
+    def _extract_value(self, expect_cas: bool, line: bytes, buf: Any, remapped_keys: Any, prefixed_keys: Any) -> Any:
         """Return (key, (header, content), the bytes that follow). pymemcache's own method accepts any length and copies a
         value in pieces of 4 KB. If more values are to come, the deadline begins anew."""
         _, name, _, size = line.split()
@@ -119,7 +132,7 @@ class ServerConnection(Client):
             self.socket_module.begin()
         return key, (buf[: HEADER.size], content), rest
 
-    def _set(self, key, value):
+    def _set(self, key: str, value: Any) -> Any:
         limit = self.cache.too_large.get(self.server)
         if limit and len(value) >= limit:
             return TOO_LARGE

@@ -4,7 +4,7 @@ import socket
 import struct
 import threading
 import time
-from typing import Any
+from typing import Any, Callable, Optional, Protocol, Union
 
 LEFT_ALONE = 30  # seconds until a server that failed is asked again
 END = b"\r\n"  # of a line, and of a value
@@ -18,6 +18,30 @@ HEADER = struct.Struct(">4sI16s")  # magic, length of the sample, checksum over 
 DOWN, WRONG, LOGIN, OPEN = 1, 2, 4, 8
 
 
+Server = tuple[str, int]  # (host, port)
+
+
+class CacheOfServers(Protocol):
+    """What the connections to the servers need of the cache that they belong to: the forms of its values, and whom to tell."""
+
+    servers: list[Server]
+    deadline: float  # seconds for an operation
+    login: Optional[bytes]  # what opens a connection; None: nothing does
+    too_large: dict[Server, int]  # the size from which a server has refused a value
+
+    def header(self, seal: bytes, content: bytes) -> bytes: ...
+
+    def note_answer(self, server: Server) -> None: ...
+
+    def note_outage(self, server: Server, error: Exception) -> None: ...
+
+    def count_wrong_answer(self, server: Server, error: Union[Exception, str]) -> None: ...
+
+    def give_up(self, server: Server, kind: int, what: str) -> None: ...
+
+    def warn_of_no_password(self, server: Server) -> None: ...
+
+
 class Unfit(OSError):
     """The server answers, but cannot be used. The log already says so."""
 
@@ -25,12 +49,12 @@ class Unfit(OSError):
 class Network:
     """Takes the place of the socket module in pymemcache, for one thread's connections, and gives each operation a deadline."""
 
-    def __init__(self, cache):
+    def __init__(self, cache: CacheOfServers):
         self.cache = cache
         self._until = 0.0
         self._found = {}
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(socket, name)
 
     def begin(self):
@@ -42,12 +66,12 @@ class Network:
             raise TimeoutError("timed out")
         return left
 
-    def socket(self, *how):
+    def socket(self, *how: Any) -> Any:
         made = _Socket(*how)
         made.network = self
         return made
 
-    def getaddrinfo(self, host, port, *how):
+    def getaddrinfo(self, host: str, port: int, *how: Any) -> Any:
         """Look up a name in a thread, as getaddrinfo takes no timeout, and wait until the deadline, or half as long if an
         earlier call has found an address. A late answer is kept for the next call."""
 
@@ -72,17 +96,17 @@ class _Socket(socket.socket):
 
     network: Any = None
 
-    def _in_time(self, call, what):
+    def _in_time(self, call: Callable[..., Any], what: Any) -> Any:
         self.settimeout(self.network.left())
         return call(what)
 
-    def connect(self, address):
+    def connect(self, address: Any) -> None:
         self._in_time(super().connect, address)
 
-    def sendall(self, content):
+    def sendall(self, content: Any) -> None:
         self._in_time(super().sendall, content)
 
-    def recv(self, count):
+    def recv(self, count: int) -> bytes:
         found = self._in_time(super().recv, count)
         if not found:
             raise ConnectionError("the connection was closed")

@@ -50,7 +50,7 @@ def sample_key(root: str, path: str, info: os.stat_result) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _last_two_names(root):
+def _last_two_names(root: str) -> str:
     return os.sep.join(os.path.abspath(root).split(os.sep)[-2:])
 
 
@@ -66,11 +66,11 @@ def read_through(cache: SampleCache, root: str, path: str, asked: bool = False) 
     return content
 
 
-def _whole(content, info):
+def _whole(content: Optional[bytes], info: os.stat_result) -> Optional[bytes]:
     return content if content is not None and len(content) == info.st_size else None
 
 
-def _is_unchanged(path, info, content):
+def _is_unchanged(path: str, info: os.stat_result, content: bytes) -> bool:
     """Return whether `content` is whole and the file's size and time are still those of `info`, taken before it was read."""
     try:
         now = os.stat(path)
@@ -123,7 +123,7 @@ class VendorsTree(tree.Tree):
 
 
 @functools.lru_cache(maxsize=8)
-def _connected(_process, client, root, login):
+def _connected(_process: int, client: Callable[..., Any], root: str, login: Any) -> Any:
     """Return this process's client of Alibaba's service. A forked worker makes its own, because `_process` (an id) differs."""
     return client(root, None, THREADS, *login)
 
@@ -145,7 +145,7 @@ def for_each(
 ) -> Iterator[tuple[Any, int]]:
     """Yield (function(key, path, stat), file size) of each file in order, called in threads; (UNREADABLE, 0) on an OSError."""
 
-    def one(path):
+    def one(path: str) -> Any:
         try:
             info = os.stat(path)
             return function(sample_key(root, path, info), path, info), info.st_size

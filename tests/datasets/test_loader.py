@@ -399,8 +399,7 @@ def test_a_transfer_beside_the_computing_takes_no_time_of_its_own(now):
 def test_a_profile_leaves_the_warm_up_out(now, monkeypatch):
     finished, told = [], clock.Clock()
     monkeypatch.setattr(timing.devices, "synchronize", lambda _: finished.append(now[0]))
-    args = types.SimpleNamespace(find_max_batch=False)
-    profile = timing.Trial(args, 4, EpochSampler(16, 16, seed=0), torch.device("cpu"), told)
+    profile = timing.Profile(4, EpochSampler(16, 16, seed=0), torch.device("cpu"), told)
     lines = []
     for step in range(timing.WARM_UP + 4):
         take_a_step(told, now, *((50, 50) if step < timing.WARM_UP else (0.5, 1.5)))

@@ -146,13 +146,15 @@ def test_a_trial_ends_with_the_code_for_what_stopped_it(monkeypatch):
     "size, global_batch, samples, steps, ends",
     [(8, 8, 100, 2, None), (8, 8, 100, 3, SystemExit), (8, 4, 100, 1, UserError), (200, 200, 100, 1, TooFewSamples)],
 )
-def test_a_step_of_a_trial(size, global_batch, samples, steps, ends):
+def test_a_step_of_a_trial(monkeypatch, size, global_batch, samples, steps, ends):
     """SystemExit only for three whole steps of that size."""
     args = types.SimpleNamespace(batch_size=size)
     sampler = types.SimpleNamespace(global_batch=global_batch, num_samples=samples)
     waited = []
+    monkeypatch.setattr(largest_batch, "synchronize", waited.append)
+    trial = largest_batch.BatchTrial(args, sampler, torch.device("cuda"))
     with pytest.raises(ends) if ends else contextlib.nullcontext() as ended:
-        largest_batch.end_of_step(args, steps, sampler, lambda: waited.append(True))
+        trial.after_step(steps)
     if ends is SystemExit:
         assert ended.value.code == FITS and waited
     else:

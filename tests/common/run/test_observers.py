@@ -280,6 +280,8 @@ def train(name):
             optimizer.step()
             run.step(loss)
         run.end_epoch(accuracy=0.5)
+        if name == "first":
+            break
     progress.say(f"warning: {name} is over")
 
 def main():
@@ -298,5 +300,7 @@ def test_two_runs_of_one_process_do_not_meet(tmp_path):
     assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == ["error: ValueError: after both"]
     first = (tmp_path / "first" / "journal.jsonl").read_text()
     second = (tmp_path / "second" / "journal.jsonl").read_text()
+    assert len([*(tmp_path / "first" / "checkpoints").glob("*.pt")]) == 1, "of the epoch after which its loop was left"
+    assert not [*(tmp_path / "first" / "checkpoints").glob(".attempt*")]
     assert "first is over" in first and "second is over" not in first and "after both" not in first
     assert "second is over" in second and "first is over" not in second and "after both" in second

@@ -403,7 +403,7 @@ def saved(run):
 
 def gone_on(run, build, within_epoch=False):
     other = run_of(build)
-    other.restore(saved(run), "its checkpoint", within_epoch)
+    other.restore(saved(run), {}, "its checkpoint", within_epoch)
     return other
 
 
@@ -540,7 +540,7 @@ def test_groups_that_were_added_come_again_where_the_lines_of_this_epoch_do_not_
     within = gone_on(first, build, within_epoch=True)
     assert len(within.by_name["optimizer"].param_groups) == 2
     add(within, 0.03)  # the same lines
-    within.restore(saved(first), "its checkpoint", within_epoch=False)  # as run.steps() does it when an epoch goes on
+    within.restore(saved(first), {}, "its checkpoint", within_epoch=False)  # as run.steps() does it when an epoch goes on
     for other in (within, gone_on(first, build)):
         assert_same_bits(saved(other)["optimizer"], saved(first)["optimizer"])
         train(other, 2)
@@ -550,6 +550,29 @@ def test_groups_that_were_added_come_again_where_the_lines_of_this_epoch_do_not_
         saved(first)
     with pytest.raises(UserError, match=r"an? optimizer with groups of \[2\] weights, and this start has made one with"):
         gone_on(within, lambda model: {"optimizer": sgd(model)})
+
+
+def test_an_optimizer_with_fewer_groups_than_before_is_refused():
+    def build(model):
+        return {"optimizer": torch.optim.SGD([{"params": layer.parameters()} for layer in (model[0], model[2])], lr=0.1)}
+
+    first = run_of(build)
+    train(first, 0)
+    with pytest.raises(UserError, match=r"optimizer with groups of \[2, 2\] weights, and this start has made one with \[2\]"):
+        gone_on(first, lambda model: {"optimizer": sgd(model[0])})
+
+
+def test_a_part_of_another_kind_gets_what_the_checkpoint_has():
+    """Under the name of a schedule: it may take it, and else says itself why not."""
+    first = run_of(lambda model: {"optimizer": (to := sgd(model)), "after": lr_scheduler.StepLR(to, 3)})
+    train(first, 0)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        gone_on(first, lambda model: {"optimizer": sgd(model), "after": torch.nn.Linear(1, 1)})
+
+
+def test_the_rate_of_a_manifest_is_a_number_where_that_of_the_optimizer_is_a_tensor():
+    run = run_of(lambda model: {"optimizer": torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))})
+    assert type(run.learning_rate()) is float and run.learning_rate() == 0.5
 
 
 def test_only_what_this_start_has_made_otherwise_counts_instead():
@@ -573,7 +596,7 @@ def test_only_what_this_start_has_made_otherwise_counts_instead():
     train(undisturbed, *range(5))
     assert now["lr"] == undisturbed.by_name["optimizer"].param_groups[0]["lr"] and now["initial_lr"] == 0.05
     assert_same_bits(saved(half)["scheduler"], saved(undisturbed)["scheduler"])
-    half.restore(saved(first), "its checkpoint", within_epoch=False)  # once more, as in the midst of an epoch
+    half.restore(saved(first), {}, "its checkpoint", within_epoch=False)  # once more, as in the midst of an epoch
     assert_same_bits(saved(half)["scheduler"], saved(undisturbed)["scheduler"])
     again = gone_on(half, build(0.05, 20))
     assert not again.changed and again.by_name["optimizer"].param_groups[0]["lr"] == now["lr"]
@@ -595,10 +618,10 @@ def test_a_checkpoint_of_0_2_0_gives_the_options_of_this_start():
     state = saved(first)
     state["run"] = {"history": []}
     other = run_of(lambda model: {"optimizer": sgd(model, lr=0.3)})
-    other.restore(state, "its checkpoint", within_epoch=False)
+    other.restore(state, {}, "its checkpoint", within_epoch=False)
     assert other.by_name["optimizer"].param_groups[0]["lr"] == 0.3
     scheduled = run_of(lambda model: {"optimizer": (to := sgd(model, lr=0.3)), "scheduler": lr_scheduler.StepLR(to, 3)})
-    scheduled.restore(state, "its checkpoint", within_epoch=False)
+    scheduled.restore(state, {}, "its checkpoint", within_epoch=False)
     assert scheduled.by_name["optimizer"].param_groups[0]["lr"] == 0.1
     assert_same_bits(saved(other)["optimizer"]["state"], saved(first)["optimizer"]["state"])
 

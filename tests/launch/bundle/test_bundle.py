@@ -162,6 +162,19 @@ def test_the_options_that_a_job_will_have_bring_what_they_need(name, feature, op
     assert set(stubs) < set(lean) and not [text for text in stubs.values() if f"{feature} is not" in text]
 
 
+@pytest.mark.parametrize("feature, options, words", [
+    ("find_max_batch", ["--find_max_batch=true"], "looks at the memory of a GPU, and this job computes on a CPU"),
+    ("profile", ["--prof", "3", "--epochs", "30"], "Training speed was "),
+])  # fmt: skip
+def test_a_trial_needs_its_own_feature_alone(feature, options, words, empty):
+    """Both take some steps and then end."""
+    name = "train" if feature == "find_max_batch" else "train_imagenet"
+    path = write(empty, f"{name}.py", wanted=[feature])
+    options = [*TINY, *SMALLER.get(name, []), *options]
+    done = run_forked([path, *options], empty, check=0 if feature == "profile" else 2)
+    assert words in done.stdout + done.stderr
+
+
 def test_a_feature_that_is_asked_for_is_in_the_file_and_in_the_folder(empty, capsys):
     job, lean, asked = str(ROOT / "jobs" / "train.py"), empty / "lean.py", empty / "asked.py"
     for words in (
