@@ -27,7 +27,7 @@ class MLflow:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
         from mlflow.entities import Param, RunTag  # pyright: ignore[reportMissingImports]
 
-        self._client = MlflowClient()
+        self._client: Any = MlflowClient()  # whatever version is there, with its types or without
         name, settings, tags = described(start, folder)
         self._run = os.environ.get("MLFLOW_RUN_ID") or self._found(start["job"], start["run"], name)
         there = self._client.get_run(self._run).data.params  # which cannot be changed
@@ -72,7 +72,7 @@ class WandB:
 
         name, settings, tags = described(start, folder)
         self._picture, quiet = wandb.Image, wandb.Settings(console="off", silent=True)
-        self._run = wandb.init(
+        self._run: Any = wandb.init(
             id=start["run"], resume="allow", project=os.environ.get("WANDB_PROJECT", start["job"]), name=name,
             dir=os.environ.get("WANDB_DIR", folder),
             config=settings, tags=[f"{name}={value}"[:64] for name, value in tags.items()], settings=quiet,
@@ -100,7 +100,7 @@ class SwanLab:
         import swanlab  # pyright: ignore[reportMissingImports]
 
         name, settings, tags = described(start, folder)
-        self._swanlab = swanlab
+        self._swanlab: Any = swanlab  # whatever version is there, with its types or without
         swanlab.init(
             id=start["run"], resume="allow", project=os.environ.get("SWANLAB_PROJ_NAME", start["job"]), name=name,
             log_dir=os.environ.get("SWANLAB_LOG_DIR", os.path.join(folder, "swanlog")), config=settings,
