@@ -46,13 +46,13 @@ def begin_run() -> None:
     _listeners[:] = [one for one in _listeners if not one.of_the_run]
 
 
-def announce(moment: str, *facts: Any) -> None:
+def announce(moment: str, *facts: object) -> None:
     """Call `moment(*facts)` of each listener that has this method, in the order of listen()."""
     for one in list(_listeners):
         _tell(one.listener, moment, *facts)
 
 
-def _tell(listener: object, moment: str, *facts: Any) -> None:
+def _tell(listener: object, moment: str, *facts: object) -> None:
     if hear := getattr(listener, moment, None):
         hear(*facts)
 

@@ -79,7 +79,7 @@ class Loader:
                 prepared = self._prepared(batch[:-1], ids, epoch)
             yield prepared, ids, clock.end
 
-    def _prepared(self, batch: Any, _ids: Any, _epoch: int) -> Any:
+    def _prepared(self, batch: Any, _ids: torch.Tensor, _epoch: int) -> Any:
         return pytree.tree_map(lambda leaf: self._move(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch[0])
 
 
@@ -138,7 +138,7 @@ class DeviceLoader(Loader):
     def pixels(self, images: torch.Tensor) -> torch.Tensor:
         return ((images.float() - self._shift) / self._scale).round().clamp(0, 255).to(torch.uint8)
 
-    def _prepared(self, batch: Any, ids: Any, epoch: int) -> Any:
+    def _prepared(self, batch: Any, ids: torch.Tensor, epoch: int) -> Any:
         images, labels = batch
         images = self._move(images)
         if self._augment:
@@ -148,7 +148,7 @@ class DeviceLoader(Loader):
         return images, self._move(_copied(labels))
 
 
-def _copied(kept: Any) -> Any:
+def _copied(kept: object) -> Any:
     """Return a copy of a tensor, anything else as it is: a tensor from a loader process holds a file descriptor open."""
     return kept.clone() if isinstance(kept, torch.Tensor) else kept
 
@@ -170,7 +170,7 @@ class TransferClock:
         self._inside.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._inside.__exit__(*error)
         if self._stream:
             self.end = self._mark()
@@ -236,7 +236,7 @@ def more_workers(args: argparse.Namespace) -> Iterator[str]:
         yield f"--workers {mine} (the cores of this node for each rank; now {devices.loader_workers(args)})"
 
 
-def torch_batches(data_set: Any, sampler: Any, workers: int = 0, prefetch: int = 2) -> torch.utils.data.DataLoader:
+def torch_batches(data_set: object, sampler: object, workers: int = 0, prefetch: int = 2) -> torch.utils.data.DataLoader:
     """Return a DataLoader of `data_set[epoch, ids]` for the sampler's batches of ids; an error may come in place of a batch."""
     # The sampler gives whole batches of ids. With a generator of its own, an epoch draws nothing from the global one.
     order = WithEpoch(sampler, getattr(data_set, "announced", iter))

@@ -22,7 +22,7 @@ AREA, LOG_RATIO = (0.02, 0.33), (math.log(0.3), math.log(3.3))
 DRAW = 4 * crops.ATTEMPTS + 2  # index of the first random number of a sample that neither its crop nor its colours use
 
 
-def rectangles(ids: Any, height: int, width: int, seed: int, epoch: int, share: float) -> np.ndarray:
+def rectangles(ids: object, height: int, width: int, seed: int, epoch: int, share: float) -> np.ndarray:
     """Return (top, left, height, width) of what is erased, int64 (N, 4): something in a `share` of the pictures."""
     ids = np.asarray(ids)
     found, missing = np.zeros((len(ids), 4), np.int64), np.flatnonzero(crops.uniform(ids, seed, epoch, [DRAW])[0] < share)
@@ -38,7 +38,7 @@ def rectangles(ids: Any, height: int, width: int, seed: int, epoch: int, share: 
     return found
 
 
-def erased(images: torch.Tensor, ids: Any, seed: int, epoch: int, share: float) -> torch.Tensor:
+def erased(images: torch.Tensor, ids: object, seed: int, epoch: int, share: float) -> torch.Tensor:
     """Set a rectangle of a `share` of the normalised images (N, C, H, W) to 0, the mean colour, in place."""
     height, width = images.shape[2:]
     edges = torch.from_numpy(rectangles(ids, height, width, seed, epoch, share).T.copy())
@@ -53,7 +53,7 @@ class ErasingLoader(DeviceLoader):
 
     seed, share = 0, 0.0
 
-    def _prepared(self, batch: Any, ids: Any, epoch: int) -> tuple[torch.Tensor, Any]:
+    def _prepared(self, batch: Any, ids: torch.Tensor, epoch: int) -> tuple[torch.Tensor, Any]:
         images, labels = super()._prepared(batch, ids, epoch)
         return erased(images, ids, self.seed, epoch, self.share), labels
 

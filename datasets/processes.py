@@ -125,7 +125,7 @@ def _but_for_a_lost_reader(kind: type[BaseException], error: BaseException, trac
         sys.__excepthook__(kind, error, trace)
 
 
-def _send_error_instead(queue: Any, error: Exception, unsent: Any) -> None:
+def _send_error_instead(queue: Any, error: Exception, unsent: object) -> None:
     """Send an error in place of a batch that cannot be sent. Python would print it and forget the batch, for which the training
     would wait for ever. Python's thread that fills the queue calls it, tried with 3.11, with (number, batch); with bytes if the
     reader was lost."""
@@ -154,7 +154,7 @@ def _error_about(batch: Any, why: str) -> Exception:
     )
 
 
-def _find_unsendable(value: Any) -> tuple[list[tuple[Any, int]], Any]:
+def _find_unsendable(value: object) -> tuple[list[tuple[Any, int]], Any]:
     """Return the first part of `value` that cannot be pickled, and before it the way to it from outside to inside: the key in
     each dict or list, with the length of the list, 0 for a dict."""
     parts: Iterable = ()
@@ -171,7 +171,7 @@ def _find_unsendable(value: Any) -> tuple[list[tuple[Any, int]], Any]:
     return [], value
 
 
-def _can_be_sent(value: Any) -> bool:
+def _can_be_sent(value: object) -> bool:
     try:
         ForkingPickler.dumps(value)
     except Exception:

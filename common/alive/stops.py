@@ -26,7 +26,7 @@ class Stops:
         for number in STOP_SIGNALS:
             signal.signal(number, self.note)
 
-    def note(self, number: int, _frame: Any) -> None:
+    def note(self, number: int, _frame: object) -> None:
         """Note the first stop signal that is meant for the run; raise Interrupted in a wait if this process may end alone."""
         if self._counts and not self._counts():
             return

@@ -75,7 +75,7 @@ class Arguments(argparse.Namespace):
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
+    def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"args.{name} cannot be set: args stay as they were given; what you compute has a name of its own")
 
 

@@ -40,18 +40,18 @@ def snapshot(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
         yield from tensors(item)
 
 
-def finite(value: Any) -> bool:
+def finite(value: object) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors(value))
 
 
-def size_of(value: Any) -> int:
+def size_of(value: object) -> int:
     """Return the size in bytes of all tensors in nested dicts and lists."""
     return sum(tensor.nbytes for tensor in tensors(value))
 
@@ -61,7 +61,7 @@ def estimated_size(state: dict) -> int:
     return 2 * size_of(state["model"]) + size_of(state)
 
 
-def _encode_manifest(manifest: Any) -> bytes:
+def _encode_manifest(manifest: object) -> bytes:
     return json.dumps(manifest, indent=1).encode()
 
 

@@ -27,7 +27,7 @@ Checkpoint = tuple[dict[str, Any], dict[str, Any], str]  # (state, manifest, pat
 class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
-    def load_state_dict(self, state: Any, /) -> Any: ...
+    def load_state_dict(self, state: object, /) -> Any: ...
 
 
 class SavedParts:
@@ -237,7 +237,7 @@ def complete(optimizer: Optimizer) -> None:
                     optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
-def fingerprint(value: Any) -> Any:
+def fingerprint(value: object) -> Any:
     """Return `value` with (address, version) for each tensor; it differs later if a tensor was replaced or written to."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr(), value._version
@@ -266,19 +266,19 @@ def _state(part: Stateful) -> Any:
     return _plain(part.state_dict()) if is_schedule(part) else part.state_dict()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return a copy in plain dicts and lists, without the functions in dicts, which each start creates anew."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if not callable(item)}
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: object, other: object) -> bool:
     """Return whether two options are equal; options may be tensors."""
     return bool(torch.as_tensor(one == other).all())
 
 
-def _with_objects_of(made: Any, saved: Any) -> Any:
+def _with_objects_of(made: object, saved: object) -> Any:
     """Return `saved` with the equal parts of `made`: a checkpoint has a plain dict where torch needs a Counter."""
     if saved == made:
         return made

@@ -149,7 +149,7 @@ def side_stream(device: torch.device) -> Any:
     return kinds.module().Stream(device) if kinds.has_queues(device) else None
 
 
-def on_stream(stream: Any) -> contextlib.AbstractContextManager:
+def on_stream(stream: object) -> contextlib.AbstractContextManager:
     """Return a context in which the device's work goes to this stream; for None, a context that does nothing."""
     return kinds.module().stream(stream) if stream else contextlib.nullcontext()
 
@@ -158,7 +158,7 @@ def current_stream(device: torch.device) -> Any:
     return kinds.module().current_stream(device)
 
 
-def record_event(stream: Any) -> Any:
+def record_event(stream: object) -> Any:
     event = kinds.module().Event(enable_timing=True)
     event.record(stream)
     return event

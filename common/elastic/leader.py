@@ -10,13 +10,14 @@ import signal
 import socket
 import threading
 import time
-from typing import Any, Optional
+from collections.abc import Iterable
+from typing import Any, Optional, Protocol
 
 from common.alive.judge import CASCADE_SECONDS
 from common.alive.wire import channel
 from common.elastic import quorum
 from common.errors import UserError, count
-from common.world import network
+from common.world import World, network
 
 GATHER_SECONDS = 3.5  # for the nodes to come to a new leader: they notice the loss of the old one at different moments
 STOP_SECONDS = 1.5  # within which a platform that stops the job tells all nodes; if it takes nodes away, it tells only these
@@ -25,10 +26,47 @@ CHANGES = 20  # the latest that a generation lists: several generations may end 
 SEEK_SECONDS = 2.0  # between two looks for a node 0 that has come back
 
 
+class LeadingNode(Protocol):
+    """What a Leader needs of the parent process that it is a part of."""
+
+    here: World
+    hub: Any  # the Hub of the connections to the other nodes; None: there is one node
+    address: str  # of this node, as the others reach it
+    key: bytes
+    hello: dict[str, Any]  # what this node says of itself
+    min_nodes: int
+    join_seconds: float
+    generation: dict[str, Any]  # the last one
+    causes: list[str]  # what has happened since the last generation, for the log
+    stop_signal: int  # on which the job stops; 0: none
+    ends: Optional[float]  # since when the workers save and end
+
+    @property
+    def node(self) -> int: ...
+
+    def is_leading(self) -> bool: ...
+
+    def name_of(self, node: int) -> str: ...
+
+    def nodes_of(self, ranks: Iterable[int]) -> set[int]: ...
+
+    def say(self, text: str) -> None: ...
+
+    def take(self, generation: dict[str, Any]) -> None: ...
+
+    def stop_job(self, number: int) -> None:
+        """Let the workers of all nodes save and stop on this signal."""
+        ...
+
+    def leave(self) -> None:
+        """Let this node end on the signal that it was told, as the others go on."""
+        ...
+
+
 class Leader:
     """The part of a parent that leads the job. `after`: the leader before, which is lost; `silent`: it may still run."""
 
-    def __init__(self, parent: Any, after: Optional[int] = None, silent: bool = False):
+    def __init__(self, parent: LeadingNode, after: Optional[int] = None, silent: bool = False):
         self._parent = parent
         self._reports: dict[int, dict] = {}  # {node: what it last said of its workers (messages.HERE)}
         self._greeted = set(parent.hub.connections) if parent.hub else set()
@@ -73,7 +111,7 @@ class Leader:
                 self._greeted.add(node)
             self._seek_node_0(now)
         self._answer_stops(now)
-        if parent.leader and not parent.stop_signal and parent.ends is None:
+        if parent.is_leading() and not parent.stop_signal and parent.ends is None:
             self._decide(now)
 
     # --- The next generation ---
@@ -171,7 +209,7 @@ class Leader:
             return
         remaining = {parent.node, *(parent.hub.connections if parent.hub else ())} - set(self._stops)
         if len(remaining) < parent.min_nodes:
-            parent.stop_signal = next(number for _, number in self._stops.values())
+            parent.stop_job(next(number for _, number in self._stops.values()))
         elif now - min(since for since, _ in self._stops.values()) > STOP_SECONDS:
             for node in set(self._stops) - {parent.node} - self._leaving:
                 parent.hub.connections[node].tell(leave=True)
@@ -179,7 +217,7 @@ class Leader:
             if parent.node in self._stops:
                 number = self._stops[parent.node][1]
                 parent.hub.send(cause=f"{parent.name_of(parent.node)} was told to stop ({signal.Signals(number).name})")
-                parent.may_leave = True
+                parent.leave()
 
     def _seek_node_0(self, now: float) -> None:
         """While node 0 is lost, try every SEEK_SECONDS to tell it which node leads: once restarted, it waits for the others."""

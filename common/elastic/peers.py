@@ -71,7 +71,7 @@ class Elastic(Fixed):
         self._form()
         self._run.sampler.start_at(self._run.position.epoch, self._run.position.consumed)
 
-    def together(self, work: Callable, *arguments: Any) -> Any:
+    def together(self, work: Callable, *arguments: object) -> Any:
         """Return the result of `work`, of which each rank does a part; do it again if the ranks change meanwhile."""
         deal_tests = self._run.shares.deal_tests
         self._together, self._behind = True, False

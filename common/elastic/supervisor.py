@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Optional
 
@@ -191,8 +192,17 @@ class ElasticSupervisor(supervisor.Supervisor):
     def others_finished(self) -> bool:
         return self.finished >= set(self.hub.connections) & self.nodes_of(self.generation["ranks"])
 
-    def nodes_of(self, ranks: Any) -> set[int]:
+    def nodes_of(self, ranks: Iterable[int]) -> set[int]:
         return {rank // self.here.local_world_size for rank in ranks}
+
+    def is_leading(self) -> bool:
+        return self.leader is not None
+
+    def stop_job(self, number: int) -> None:
+        self.stop_signal = number
+
+    def leave(self) -> None:
+        self.may_leave = True
 
     # --- What happens to the workers and the other nodes ---
 
@@ -245,7 +255,7 @@ class ElasticSupervisor(supervisor.Supervisor):
         elif "generation" in message:
             self.take(message["generation"])
         elif "leave" in message:
-            self.may_leave = True
+            self.leave()
         elif "excluded" in message:
             self.excluded = "this node was silent for so long that the others went on without it"
         else:

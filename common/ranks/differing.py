@@ -9,7 +9,7 @@ from common.ranks import collectives
 from common.weights import tensors
 
 
-def of_other_ranks(own: Any) -> list[Any]:
+def of_other_ranks(own: object) -> list[Any]:
     """Return, on rank 0, what the other ranks have, from rank 1 on; an empty list if all have the same, and on the other ranks.
     `own`: tensors and plain values. A collective of all ranks."""
     rank, size = collectives.rank_and_size()
@@ -26,7 +26,7 @@ def of_other_ranks(own: Any) -> list[Any]:
     return found
 
 
-def _without_views(value: Any) -> Any:
+def _without_views(value: object) -> Any:
     """Return a copy whose tensors have storages of their own, as torch.save() would save the whole of each storage."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()

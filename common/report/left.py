@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Optional
 
 from common.chance import accuracy_by_chance
 from common.errors import UserError, one_line
@@ -124,7 +124,7 @@ def add_end(folder: str, since: float, why: str) -> bool:
     return True
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
 
 

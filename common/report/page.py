@@ -332,7 +332,7 @@ def identifier(name: str) -> str:
     return "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name)[:40]
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -64,7 +64,7 @@ class Gradients:
             if len(self._optimizers) > 1:
                 self._versions[name] = self._versions_of(name)
 
-    def _after_step_of(self, name: str, *_: Any) -> None:
+    def _after_step_of(self, name: str, *_: object) -> None:
         self._accumulating.discard(name)
         self._stepped.add(name)
         self._expected_to_step.add(name)
@@ -185,7 +185,7 @@ class Discarded:
         if name in self._unused:
             self._note_use(name)
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         """Hook, called before an optimizer steps, which uses the old gradients of weights that have got no new ones, unless
         it has a closure that discards them."""
         if self._unused:

@@ -91,7 +91,7 @@ class Fixed:
             collectives.require_equal(identity)
         return barrier.from_rank_0(look)
 
-    def meet(self, run: Any) -> None:
+    def meet(self, run: object) -> None:
         """Begin to exchange with the other ranks what is due. Called when the run has been restored."""
         self.agreement.begin()
 
@@ -124,5 +124,5 @@ class Fixed:
         self.agreement.exchange(maximum)
         return self.agreement.wanted
 
-    def together(self, work: Callable, *arguments: Any) -> Any:
+    def together(self, work: Callable, *arguments: object) -> Any:
         return work(*arguments)

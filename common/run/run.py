@@ -492,7 +492,7 @@ class Run:
             self.enter("save")
         self.tell(Observer.saved, whole=whole)
 
-    def together(self, work: Callable, *arguments: Any) -> Any:
+    def together(self, work: Callable, *arguments: object) -> Any:
         """Return `work(*arguments)`, in which every rank takes part. An elastic job repeats it if ranks change meanwhile."""
         return self.peers.together(work, *arguments)
 

@@ -249,7 +249,7 @@ def _outermost(schedules: list[Any]) -> list[Any]:
     return [schedule for schedule in schedules if id(schedule) not in inner]
 
 
-def _steps_of(schedule: Any) -> int:
+def _steps_of(schedule: object) -> int:
     return max([getattr(schedule, "last_epoch", 0), *map(_steps_of, getattr(schedule, "_schedulers", []))])
 
 

@@ -219,7 +219,7 @@ class Transfer:
             self._progress.add(size=length, old=True)
             return None
 
-        def keep(place: int, piece: Any) -> None:
+        def keep(place: int, piece: object) -> None:
             if checksum:
                 checksum.update(piece)
             parts.write(place, piece)

@@ -272,7 +272,7 @@ class Unpickler(pickle._Unpickler):
             raise Refused(f"it asks for {module[:80]}.{name[:80]}")
         return NAMES[module, name]
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: object) -> _Storage:
         if type(pid) is not tuple or len(pid) not in (5, 6) or any(view is not None for view in pid[5:]):
             raise Refused("a storage in it is none")
         word, kind, key, _, count = pid[:5]
@@ -284,7 +284,7 @@ class Unpickler(pickle._Unpickler):
             raise Refused("a storage in it has another size than it says")
         return _Storage(found.view(kind))
 
-    def _of(self, target: Any, *kinds: type) -> Any:
+    def _of(self, target: object, *kinds: type) -> Any:
         if type(target) not in kinds:
             raise Refused(f"a {type(target).__name__} in it is where none may be")
         return target

@@ -58,7 +58,7 @@ def _is_a_part(tensor: Any) -> bool:
     return plain and tensor.nbytes < tensor.untyped_storage().nbytes()
 
 
-def _stored(content: Any, dtype: Any) -> Any:
+def _stored(content: object, dtype: object) -> Any:
     import torch
 
     return torch.TypedStorage(wrap_storage=torch.from_numpy(content).untyped_storage(), dtype=dtype, _internal=True)

@@ -97,7 +97,7 @@ class LoaderWorker:
             task["kind"], task["dataset"], task["auto_collation"], task["collate_fn"], task["drop_last"]
         )
 
-    def _next(self, index: Any, counts: Sequence[int], place: int) -> Any:
+    def _next(self, index: object, counts: Sequence[int], place: int) -> Any:
         for count in counts[self._place[0] :]:
             self._catch_up(count)
             self._start_pass()
@@ -113,7 +113,7 @@ class LoaderWorker:
             with contextlib.suppress(Exception):
                 self._fetcher.fetch(self._task["any_index"])
 
-    def _attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
+    def _attempt(self, action: Callable[..., Any], *arguments: object) -> Any:
         try:
             return action(*arguments)
         except StopIteration:

@@ -244,7 +244,7 @@ class DaliIteratorCPUNoPrefetch(DaliIteratorCPU):
 
 
 def _normalised(
-    dali_iterator: Any,
+    dali_iterator: object,
     device: torch.device,
     dtype: torch.dtype,
     mean: Sequence[float],

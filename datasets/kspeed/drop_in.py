@@ -80,7 +80,7 @@ def image_folder() -> type:
 
         @staticmethod
         def make_dataset(
-            directory: Union[str, Path], class_to_idx: dict[str, int], *_given: Any, **_how: Any
+            directory: Union[str, Path], class_to_idx: dict[str, int], *_given: object, **_how: Any
         ) -> list[tuple[str, int]]:
             """Return [(path, class number)] in torchvision's order. An empty class or an unreadable folder is an error."""
             folder = os.fspath(directory)

@@ -60,7 +60,7 @@ class ServerConnection(Client):
     sock: Any
     server: Any  # (host, port): pymemcache would also take the path of a socket
 
-    def get_many(self, keys: Any, seals: Any) -> dict[str, Any]:
+    def get_many(self, keys: object, seals: Any) -> dict[str, Any]:
         """Return {key: sample} of the samples that are there and undamaged. `seals`: {key: secret for its checksum}."""
         self.socket_module.begin()
         found = {}
@@ -87,7 +87,7 @@ class ServerConnection(Client):
     def cache(self) -> CacheOfServers:
         return self.socket_module.cache
 
-    def _guarded(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _guarded(self, function: Callable[..., Any], *arguments: object) -> Any:
         was_open = self.sock is not None
         try:
             answer = function(*arguments)
@@ -108,7 +108,7 @@ class ServerConnection(Client):
             self.cache.note_answer(self.server)
         return answer
 
-    def _extract_value(self, expect_cas: bool, line: bytes, buf: Any, remapped_keys: Any, prefixed_keys: Any) -> Any:
+    def _extract_value(self, expect_cas: bool, line: bytes, buf: Any, remapped_keys: Any, prefixed_keys: object) -> Any:
         """Return (key, (header, content), the bytes that follow). pymemcache's own method accepts any length and copies a
         value in pieces of 4 KB. If more values are to come, the deadline begins anew."""
         _, name, _, size = line.split()

@@ -96,14 +96,14 @@ class _Socket(socket.socket):
 
     network: Any = None
 
-    def _in_time(self, call: Callable[..., Any], what: Any) -> Any:
+    def _in_time(self, call: Callable[..., Any], what: object) -> Any:
         self.settimeout(self.network.left())
         return call(what)
 
-    def connect(self, address: Any) -> None:
+    def connect(self, address: object) -> None:
         self._in_time(super().connect, address)
 
-    def sendall(self, content: Any) -> None:
+    def sendall(self, content: object) -> None:
         self._in_time(super().sendall, content)
 
     def recv(self, count: int) -> bytes:

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable, Union
+from typing import Callable, Union
 
 from common.alive.patience import Patience
 from common.errors import UserError, count, one_line
@@ -206,7 +206,7 @@ class Fetcher:
             units.append(unit)
         return units
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., Event], *arguments: Any) -> None:
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., Event], *arguments: object) -> None:
         """Have a thread do the work, and put what it returns or raises into the events."""
 
         def work_and_tell() -> None:

@@ -57,7 +57,7 @@ class Photos:
     def windows(self, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         return crops.random_windows(ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch, self.area)
 
-    def _picture(self, number: int, epoch: int, window: Any, flip: bool) -> Any:
+    def _picture(self, number: int, epoch: int, window: object, flip: bool) -> Any:
         def decoded(used: int) -> Any:
             if used == number:
                 return self._decode(used, epoch, window, flip)

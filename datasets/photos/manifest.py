@@ -201,7 +201,7 @@ def _of_ground_truth(row: dict[str, Any]) -> list[str]:
     return [one["class-name"] for one in found]
 
 
-def _another(kind: Any) -> str:
+def _another(kind: object) -> str:
     return f"{kind} is not what is trained here, which is one class for each picture"
 
 

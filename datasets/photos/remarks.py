@@ -58,7 +58,7 @@ def _listen_to_warnings():
         _shown, warnings.showwarning = warnings.showwarning, _show
 
 
-def _show(message: Any, *rest: Any, **named: Any) -> None:
+def _show(message: object, *rest: object, **named: Any) -> None:
     heard = getattr(_THREAD, "heard", None)
     if heard is None:
         _shown(message, *rest, **named)

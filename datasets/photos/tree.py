@@ -154,7 +154,7 @@ def indexed(
     return found
 
 
-def _signature(folder: str, state: Any) -> str:
+def _signature(folder: str, state: object) -> str:
     return json.dumps([FORMAT, os.path.realpath(folder), files.MOST_PIXELS, state])
 
 

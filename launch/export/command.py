@@ -186,5 +186,5 @@ def export(options: argparse.Namespace) -> None:
     print(f"{one_line(folder)}: {title}")
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
     return json.dumps(value, indent=1, ensure_ascii=False).encode(errors="backslashreplace")  # for names that are not UTF-8

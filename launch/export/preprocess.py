@@ -24,7 +24,7 @@ def settings() -> dict[str, Any]:
         return json.load(file)
 
 
-def preprocess(picture: Any, how: dict[str, Any] | None = None) -> np.ndarray:
+def preprocess(picture: object, how: dict[str, Any] | None = None) -> np.ndarray:
     """Return uint8 (3, size, size): the middle of the resized picture or all of it, squeezed. `how`: instead of settings()."""
     how = how or settings()
     pixels, size = decoded(picture), how["size"]

@@ -124,7 +124,7 @@ def submit(platform: ModuleType, request: Request, options: argparse.Namespace) 
     return follow(platform, client, request, job_id) if options.follow else 0
 
 
-def masked(body: Any) -> Any:
+def masked(body: object) -> Any:
     """Return a copy of a request for display, in which secrets are masked in every string (common/secrets.py)."""
     if isinstance(body, dict):
         return {name: masked(value) for name, value in body.items()}
@@ -146,7 +146,7 @@ def connect(platform: ModuleType, request: Request) -> Any:
     return call_platform(platform, platform.connect, request)
 
 
-def call_platform(platform: ModuleType, function: Callable[..., Any], *arguments: Any) -> Any:
+def call_platform(platform: ModuleType, function: Callable[..., Any], *arguments: object) -> Any:
     """Call a function of the platform's module. An exception of its SDK is raised as a UserError of one line."""
     try:
         return function(*arguments)
@@ -166,7 +166,7 @@ def upload(job: str, url: str, region: Optional[str], arguments: Sequence[str] =
     print(f"the code is at {one_line(url)}", flush=True)
 
 
-def follow(platform: ModuleType, client: Any, request: Request, job_id: str) -> int:
+def follow(platform: ModuleType, client: object, request: Request, job_id: str) -> int:
     """Print new states and log lines until the job ends; return 0 if it succeeded, 1 if it did not, 130 after Ctrl-C."""
     last, failed = None, 0
     shown: list[str] = []

@@ -223,13 +223,13 @@ def _where(request: Request) -> dict[str, str]:
     return {"group": group, "version": version, "namespace": request.namespace, "plural": plural}
 
 
-def _objects(client: Any) -> Any:
+def _objects(client: object) -> Any:
     from kubernetes.client import CustomObjectsApi
 
     return CustomObjectsApi(client)
 
 
-def send(client: Any, request: Request, body: Any) -> str:
+def send(client: object, request: Request, body: Any) -> str:
     """Create the job and, for several nodes, a Secret that their pods wait for; the cluster deletes the Secret with the job."""
     created = _objects(client).create_namespaced_custom_object(**_where(request), body=body)["metadata"]
     if request.nodes > 1:
@@ -251,7 +251,7 @@ def console(request: Request, job_id: str) -> str:
     return f"kubectl -n {request.namespace} describe {plural}.{group} {job_id}"
 
 
-def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
+def state(client: object, request: Request, job_id: str) -> tuple[str, Optional[int]]:
     """Return (state, exit code or None until the job ends). The state is Volcano's phase, Kubeflow's condition or Created."""
     status = _objects(client).get_namespaced_custom_object(**_where(request), name=job_id).get("status") or {}
     true = [condition["type"] for condition in status.get("conditions", []) if condition.get("status") == "True"]
@@ -259,7 +259,7 @@ def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int
     return name, ENDED.get(name)
 
 
-def log(client: Any, request: Request, job_id: str) -> list[str]:
+def log(client: object, request: Request, job_id: str) -> list[str]:
     """Return the last lines of the first pod's log, in which rank 0 prints the progress; empty if a TrainJob has no pod yet."""
     from kubernetes.client import CoreV1Api
 
@@ -279,6 +279,6 @@ def _first_pod(core: Any, namespace: str, job_id: str) -> Optional[str]:
     return next((pod["metadata"]["name"] for pod in json.loads(answer.data)["items"]), None)
 
 
-def stop(client: Any, request: Request, job_id: str) -> None:
+def stop(client: object, request: Request, job_id: str) -> None:
     """Delete the job, which stops its pods: each gets SIGTERM, and is killed after its grace period."""
     _objects(client).delete_namespaced_custom_object(**_where(request), name=job_id)

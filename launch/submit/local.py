@@ -39,7 +39,7 @@ def connect(request: Request) -> None:
     """Do nothing: this machine needs no client."""
 
 
-def send(client: Any, request: Request, body: Any) -> int:
+def send(client: object, request: Request, body: Any) -> int:
     """Run the job to its end and return its exit code, since it has no id."""
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as code:
         requests.stage(request.job, code, request.arguments)
@@ -48,5 +48,5 @@ def send(client: Any, request: Request, body: Any) -> int:
         return local.main([os.path.join(code, request.job) if word == job else word for word in body["launch local"]])
 
 
-def stop(client: Any, request: Request, job_id: str) -> None:
+def stop(client: object, request: Request, job_id: str) -> None:
     raise UserError("--stop is not for --platform local: stop the job with Ctrl-C")

@@ -117,7 +117,7 @@ def console(request: Request, job_id: str) -> str:
     return f"https://pai.console.aliyun.com/?regionId={request.region}&workspaceId={request.workspace}#/dlc/jobs/{job_id}"
 
 
-def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
+def state(client: object, request: Request, job_id: str) -> tuple[str, Optional[int]]:
     status = _job(client, job_id).status
     return status, ENDED.get(status)
 

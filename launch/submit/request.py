@@ -37,7 +37,7 @@ LOG_LINES = 1000  # how many of the last lines of a job's log are requested
 
 def option(
     help: str,
-    default: Any = None,
+    default: object = None,
     used_by: tuple[str, ...] = REMOTE,
     needed_by: tuple[str, ...] = (),
     kind: Callable[[str], object] = str,

@@ -114,7 +114,7 @@ def _run(*words: str, text: Optional[str] = None) -> str:
     return done.stdout
 
 
-def send(client: Any, request: Request, body: Any) -> str:
+def send(client: object, request: Request, body: Any) -> str:
     os.makedirs(_folder(request) or ".", exist_ok=True)  # sbatch does not create the folder of the log
     try:
         return _run("sbatch", "--parsable", text=body).strip().split(";")[0]
@@ -131,7 +131,7 @@ def console(request: Request, job_id: str) -> str:
     return f"squeue -j {job_id}"
 
 
-def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
+def state(client: object, request: Request, job_id: str) -> tuple[str, Optional[int]]:
     """Return (state, exit code or None until the job ends). The state may have a reason, such as a lack of nodes."""
     fields = _fields(job_id)
     name, reason = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "None")
@@ -143,7 +143,7 @@ def _fields(job_id: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(.*?)(?= \w+=|$)", _run("scontrol", "-o", "show", "job", job_id).strip()))
 
 
-def log(client: Any, request: Request, job_id: str) -> list[str]:
+def log(client: object, request: Request, job_id: str) -> list[str]:
     try:
         with open(_fields(job_id).get("StdOut", ""), errors="replace") as file:
             return file.read().splitlines()[-requests.LOG_LINES :]
@@ -151,5 +151,5 @@ def log(client: Any, request: Request, job_id: str) -> list[str]:
         return []
 
 
-def stop(client: Any, request: Request, job_id: str) -> None:
+def stop(client: object, request: Request, job_id: str) -> None:
     _run("scancel", job_id)

@@ -345,6 +345,14 @@ def inherited(node, known):
     return {name for one in found for name in attributes(one) | inherited(one, known)}
 
 
+MOST_ANY = 769  # may only fall: what is of any type is not checked
+
+
+def test_few_things_are_of_any_type():
+    nodes = [node for path in FILES for node in ast.walk(tree_of(path))]
+    assert sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes) <= MOST_ANY
+
+
 def test_a_class_is_about_one_thing():
     known = classes()
     large = {node.name for node in known if len(attributes(node) - inherited(node, known)) > MOST_ATTRIBUTES}

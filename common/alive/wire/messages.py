@@ -20,7 +20,7 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < 1e12
 
 
-def is_true(value: Any) -> bool:
+def is_true(value: object) -> bool:
     return value is True
 
 
@@ -34,7 +34,7 @@ def record(optional: tuple = (), **fields: Callable) -> Callable:
     return fits
 
 
-def is_address(value: Any) -> bool:
+def is_address(value: object) -> bool:
     with contextlib.suppress(ValueError):
         return isinstance(value, str) and bool(ipaddress.ip_address(value))
     return False

@@ -1,5 +1,6 @@
 """Show a run in its log: as a bar in a terminal, else as key=value lines for a platform's regular expressions."""
 
+import argparse
 import datetime
 import os
 import shutil
@@ -8,19 +9,22 @@ import time
 from collections.abc import Sequence
 from typing import Any, Optional
 
+import torch
+
 from common import packages, progress
 from common.checkpoints import names, run_folder
 from common.errors import UserError, count
 from common.run.about import export_command, restart_command
 from common.run.clock import TRAINING_PHASES, WARM_UP
 from common.run.observers.observer import Facts, Observer
+from common.run.scores import Scores
 from common.run.side_files import SideFiles
 
 STARVED = 0.25  # fraction of the time spent waiting for data, from which the log calls the loader the bottleneck
 
 
 class Console(Observer):
-    def __init__(self, args: Any, _device: Any, side_files: SideFiles):
+    def __init__(self, args: argparse.Namespace, _device: torch.device, side_files: SideFiles):
         self._args = args
         self._side_files, self._say = side_files, side_files.say
         self._bar: Any = None
@@ -74,7 +78,7 @@ class Console(Observer):
             if line:
                 self._say(line)
 
-    def epoch_ended(self, facts: Facts, whole: bool, metrics: dict, scores: Any, skipped: int) -> None:
+    def epoch_ended(self, facts: Facts, whole: bool, metrics: dict, scores: Optional[Scores], skipped: int) -> None:
         self._close_bar()
         self._classifies = scores is not None
         at = facts.position

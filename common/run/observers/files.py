@@ -1,10 +1,10 @@
 """metrics.jsonl, state.json, curves.png and examples/: the epochs of a run as numbers and as pictures."""
 
+import argparse
 import io
 import json
 import os
 import time
-from typing import Any
 
 import torch
 
@@ -16,21 +16,21 @@ CURVES_SECONDS = 60  # the least time between two drawings of the curves, which 
 
 
 class Files(Observer):
-    def __init__(self, args: Any, _device: Any, side_files: SideFiles):
+    def __init__(self, args: argparse.Namespace, _device: torch.device, side_files: SideFiles):
         self._folder = args.output_dir
         self._epochs = args.epochs
         self._side_files = side_files
 
-    def began(self, facts: Facts, **_: Any) -> None:
+    def began(self, facts: Facts, **_: object) -> None:
         self._curves_drawn = time.monotonic()
         self._write_metrics(facts)
         self._write_state(facts)
 
-    def epoch_ended(self, facts: Facts, whole: bool, **_: Any) -> None:
+    def epoch_ended(self, facts: Facts, whole: bool, **_: object) -> None:
         if whole:
             self._write_metrics(facts)
 
-    def saved(self, facts: Facts, **_: Any) -> None:
+    def saved(self, facts: Facts, **_: object) -> None:
         if time.monotonic() - self._curves_drawn >= CURVES_SECONDS:
             self.curves(facts)
 
@@ -38,7 +38,7 @@ class Files(Observer):
         self.curves(facts)
         self._write_state(facts)
 
-    def picture(self, _facts: Facts, name: str, pixels: torch.Tensor, **_: Any) -> None:
+    def picture(self, _facts: Facts, name: str, pixels: torch.Tensor, **_: object) -> None:
         self._side_files.write(os.path.join("examples", f"{name}.png"), png(pixels))
 
     def _write_metrics(self, facts: Facts) -> None:

@@ -8,6 +8,7 @@ speed.jsonl     a line for each line of the log and each epoch: images a second,
 metrics.jsonl contains none of this, so that it is a function of seed and data alone.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -15,6 +16,8 @@ import statistics
 import time
 from collections.abc import Mapping
 from typing import Any, Optional
+
+import torch
 
 from common import devices, moments
 from common.alive import heartbeat
@@ -29,7 +32,7 @@ TAIL = 1 << 13  # bytes of speed.jsonl: some twenty rows
 class Journal(Observer):
     """Writes nothing before the run begins, as the folder may still be another run's. Earlier events are kept until then."""
 
-    def __init__(self, _args: Any, device: Any, side_files: SideFiles):
+    def __init__(self, _args: argparse.Namespace, device: torch.device, side_files: SideFiles):
         self._device = device
         self._side_files = side_files
         self._active = False
@@ -46,7 +49,7 @@ class Journal(Observer):
             self._append("journal.jsonl", row)
         self._event("start", **about)
 
-    def line(self, facts: Facts, loss: float, lr: float, **_: Any) -> None:
+    def line(self, facts: Facts, loss: float, lr: float, **_: object) -> None:
         self._row(facts, facts.position.epoch + 1, loss, lr)
 
     def saved(self, facts: Facts, whole: bool) -> None:
@@ -63,13 +66,13 @@ class Journal(Observer):
             why = one_line(f"{type(error).__name__}: {error}")[:500]
             self._event("end", how="failed", why=why, **facts.position.row(facts.position.epoch))
 
-    def picture(self, _facts: Facts, name: str, what: dict, **_: Any) -> None:
+    def picture(self, _facts: Facts, name: str, what: dict, **_: object) -> None:
         self._event("picture", name=name, **what)
 
     def nodes(self, facts: Facts, news: str, ranks: int, pause: float) -> None:
         self._event("nodes", text=news, ranks=ranks, pause=round(pause, 1), samples=facts.position.samples_seen)
 
-    def said(self, _facts: Any, text: str) -> None:
+    def said(self, _facts: Optional[Facts], text: str) -> None:
         """Record a line of the log that is a warning or advice."""
         if text.startswith(("warning: ", "advice: ")):
             self._event("warning", text=one_line(text).partition(": ")[2])

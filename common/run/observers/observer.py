@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 
 from common.checkpoints.position import Position
 from common.run.plan import Plan, Results
+from common.run.scores import Scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Observer:
     def picture(self, facts: Facts, name: str, pixels: torch.Tensor, what: dict) -> None:
         """There is a picture to look at."""
 
-    def epoch_ended(self, facts: Facts, whole: bool, metrics: dict, scores: Any, skipped: int) -> None:
+    def epoch_ended(self, facts: Facts, whole: bool, metrics: dict, scores: Optional[Scores], skipped: int) -> None:
         """The evaluation is over, and the checkpoint not yet written."""
 
     def saved(self, facts: Facts, whole: bool) -> None:

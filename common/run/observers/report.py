@@ -1,9 +1,10 @@
 """Write the newest evaluation to report.json, report.txt and examples/mistakes.png, and decide when to renew report.html."""
 
+import argparse
 import json
 import os
 import time
-from typing import Any
+from typing import Optional
 
 import torch
 
@@ -11,6 +12,7 @@ from common import moments, packages
 from common.errors import one_line
 from common.run.observers.files import png
 from common.run.observers.observer import Facts, Observer
+from common.run.scores import Scores
 from common.run.side_files import SideFiles
 
 REPORT_SECONDS = 180  # the least time between two pages; where one takes long, a hundred times as long
@@ -18,27 +20,28 @@ MOST_COLUMNS = 30  # classes of the largest confusion matrix that is shown whole
 
 
 class Report(Observer):
-    def __init__(self, args: Any, _device: Any, side_files: SideFiles):
+    def __init__(self, args: argparse.Namespace, _device: torch.device, side_files: SideFiles):
         self._folder = args.output_dir
         self._side_files = side_files
         self._due = 0.0
-        self._scores: Any = None
+        self._scores: Optional[Scores] = None
         self._epoch = 0  # in which the scores were measured
-        self._written: Any = None  # the scores that are in the files
+        self._written: Optional[Scores] = None  # the scores that are in the files
 
-    def began(self, _facts: Facts, **_: Any) -> None:
+    def began(self, _facts: Facts, **_: object) -> None:
         self._due = self._due or time.monotonic() + REPORT_SECONDS
 
-    def epoch_ended(self, facts: Facts, scores: Any, **_: Any) -> None:
+    def epoch_ended(self, facts: Facts, scores: Optional[Scores], **_: object) -> None:
         if scores is not None:
-            self._scores, self._epoch = scores, facts.position.epoch
+            self._scores = scores
+            self._epoch = facts.position.epoch
             if facts.plan.limit(facts.position):  # before the checkpoint, after which a start does not evaluate again
-                self.text()
+                self.text(scores)
 
-    def line(self, _facts: Facts, **_: Any) -> None:
+    def line(self, _facts: Facts, **_: object) -> None:
         self._page_if_due()
 
-    def saved(self, _facts: Facts, **_: Any) -> None:
+    def saved(self, _facts: Facts, **_: object) -> None:
         self._page_if_due()
 
     def _page_if_due(self):
@@ -48,17 +51,18 @@ class Report(Observer):
     def ended(self, _facts: Facts) -> None:
         self.page()
 
-    def failed(self, _facts: Facts, **_: Any) -> None:
+    def failed(self, _facts: Facts, **_: object) -> None:
         self.page()
 
-    def text(self) -> None:
+    def text(self, scores: Scores) -> None:
         """If this rank writes, write report.json, and confusions and (with scikit-learn) precision and recall to report.txt."""
         if not self._side_files.writes:
             return
         self._write_scores()
-        confusion, classes = self._scores.confusion, [one_line(name) for name in self._scores.classes]  # folders have any name
+        confusion = scores.confusion
+        classes = [one_line(name) for name in scores.classes]  # folders have any name
         lines = [table(confusion, classes)] if packages.there(packages.TABLE) else []
-        lines += matrix(confusion, classes) if len(classes) <= MOST_COLUMNS else pairs(self._scores)
+        lines += matrix(confusion, classes) if len(classes) <= MOST_COLUMNS else pairs(scores)
         self._side_files.write("report.txt", "\n".join([*lines, ""]).encode())
 
     def page(self) -> None:
@@ -106,6 +110,6 @@ def matrix(confusion: torch.Tensor, classes: list[str]) -> list[str]:
     ]
 
 
-def pairs(scores: Any) -> list[str]:
+def pairs(scores: Scores) -> list[str]:
     rows = [f"{count:6d}  {one_line(true)} -> {one_line(given)}" for true, given, count in scores.confused(MOST_COLUMNS)]
     return [f"The {len(rows)} most frequent confusions: how often, true class -> predicted class.", "", *rows]

@@ -1,10 +1,13 @@
 """Write TensorBoard's events. Its own writer cannot cope with a full disk, or with a folder whose name is not UTF-8."""
 
+import argparse
 import io
 import os
 import socket
 import time
 from typing import Any, Optional
+
+import torch
 
 from common import packages
 from common.run.observers.observer import Facts, Observer
@@ -12,18 +15,18 @@ from common.run.side_files import SideFiles
 
 
 class TensorBoard(Observer):
-    def __init__(self, args: Any, _device: Any, side_files: SideFiles):
+    def __init__(self, args: argparse.Namespace, _device: torch.device, side_files: SideFiles):
         self._folder, self._side_files = os.path.abspath(args.tensorboard_dir), side_files
         self._file: Optional[str] = None  # once there is something to write
 
-    def line(self, facts: Facts, loss: float, lr: float, speed: dict, **_: Any) -> None:
+    def line(self, facts: Facts, loss: float, lr: float, speed: dict, **_: object) -> None:
         speeds = {f"speed/{name}": value for name, value in speed.items()}
         self._scalars(facts, {"train/loss": loss, "train/lr": lr, **speeds})
 
-    def epoch_ended(self, facts: Facts, metrics: dict, **_: Any) -> None:
+    def epoch_ended(self, facts: Facts, metrics: dict, **_: object) -> None:
         self._scalars(facts, {f"test/{name}": value for name, value in metrics.items()})
 
-    def picture(self, facts: Facts, name: str, pixels: Any, **_: Any) -> None:
+    def picture(self, facts: Facts, name: str, pixels: torch.Tensor, **_: object) -> None:
         step = facts.position.total_steps
         if self._is_wanted():
             self._add(step, image(step, name, pixels))
@@ -60,7 +63,7 @@ def scalar(step: int, name: str, value: float) -> bytes:
     return _record(step, summary=summary.scalar(name, value))
 
 
-def image(step: int, name: str, pixels: Any) -> bytes:
+def image(step: int, name: str, pixels: torch.Tensor) -> bytes:
     """Return an event with a picture. `pixels`: uint8 (3, H, W)."""
     from torch.utils.tensorboard import summary
 

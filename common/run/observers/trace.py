@@ -1,5 +1,6 @@
 """--profile true: the time of each operation in a few steps, as a trace (for ui.perfetto.dev) and a short table."""
 
+import argparse
 import atexit
 import os
 import time
@@ -17,7 +18,7 @@ TRACED, MOST = 10, 10  # steps in a trace; operations in its table
 
 
 class Trace(Observer):
-    def __init__(self, args: Any, device: Any, side_files: SideFiles):
+    def __init__(self, args: argparse.Namespace, device: torch.device, side_files: SideFiles):
         self._path, self._device = os.path.join(args.output_dir, "trace.json.gz"), device
         self._say = side_files.say
         self._seen, self._waited = 0, 0.0
@@ -33,7 +34,7 @@ class Trace(Observer):
         elif self._seen == WARM_UP + TRACED and self._recorder:
             self._end(facts.seconds["waiting_for_data"] - self._waited)
 
-    def ending(self, _facts: Facts, **_: Any) -> None:
+    def ending(self, _facts: Facts, **_: object) -> None:
         """Stop recording, and log a line if the run was too short for a profile."""
         self._stop()
         if not self._over:

@@ -1,10 +1,13 @@
 """--track: let a process of its own send what this run writes into its folder to MLflow, W&B or SwanLab (common/track)."""
 
+import argparse
 import contextlib
 import subprocess
 import threading
 import time
 from typing import Any, TextIO
+
+import torch
 
 from common.alive.stops import STOPS
 from common.machine.child import start_python
@@ -16,13 +19,13 @@ END_SECONDS, STOP_SECONDS, FAILURE_SECONDS = 20, 5, 2  # for the last rows at th
 
 
 class Tracker(Observer):
-    def __init__(self, args: Any, _device: Any, side_files: SideFiles):
+    def __init__(self, args: argparse.Namespace, _device: torch.device, side_files: SideFiles):
         self._tools, self._folder = args.track, args.output_dir
         self._side_files = side_files
         self._started: dict[str, tuple[Any, threading.Thread]] = {}  # {tool: (process, thread that repeats what it says)}
         self._away: set[str] = set()  # tools that take no rows at present
 
-    def began(self, _facts: Facts, **_: Any) -> None:
+    def began(self, _facts: Facts, **_: object) -> None:
         for tool in self._tools.split(",") if self._side_files.writes and not self._started else ():
             child = start_python(follow.__name__, self._folder, tool, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             hears = threading.Thread(target=self._hear, args=(tool, child.stdout), name=f"what {tool} says", daemon=True)
@@ -34,10 +37,10 @@ class Tracker(Observer):
             self._away = self._away | {tool} if line.startswith("warning: ") else self._away - {tool}
             self._side_files.say(line.rstrip())
 
-    def left(self, _facts: Facts, **_: Any) -> None:
+    def left(self, _facts: Facts, **_: object) -> None:
         self._end(STOP_SECONDS if STOPS.noted else END_SECONDS)
 
-    def failed(self, _facts: Facts, **_: Any) -> None:
+    def failed(self, _facts: Facts, **_: object) -> None:
         self._end(FAILURE_SECONDS)
 
     def _end(self, seconds: float) -> None:
