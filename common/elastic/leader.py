@@ -106,7 +106,7 @@ class Leader:
         parent = self._parent
         if parent.hub:
             for node in set(parent.hub.connections) - self._greeted:
-                go = {"attempt": 0, "address": parent.address, "port": network.free_port(), "led_by": parent.node}
+                go = {"attempt": 0, "address": parent.address, "port": network.free_port(), "more": {"led_by": parent.node}}
                 parent.hub.connections[node].tell(go=go)
                 self._greeted.add(node)
             self._seek_node_0(now)
@@ -192,8 +192,8 @@ class Leader:
             "writes": last["writes"] if still_there else min(ranks, default=0) if writes is None else writes,
             "lighthouse": quorum.address_of(self._lighthouse, parent.address),
             "nodes": [
-                [parent.node, parent.address, parent.hello["listens"]],
-                *([node, at.peer, hub.hellos[node]["listens"]] for node, at in (hub.connections.items() if hub else ())),
+                [parent.node, parent.address, _listens(parent.hello)],
+                *([node, at.peer, _listens(hub.hellos[node])] for node, at in (hub.connections.items() if hub else ())),
             ],
         }  # fmt: skip
         if hub:
@@ -231,6 +231,13 @@ class Leader:
             place = parent.here.master_addr, parent.here.master_port
             connection = channel.Connection(socket.create_connection(place, timeout=SEEK_SECONDS))
             channel.prove(connection, parent.key)
-            connection.send(**parent.hello, clock=time.time(), leads=[parent.address, parent.hello["listens"]])
+            listens = _listens(parent.hello)
+            more = {"listens": listens, "leads": [parent.address, listens]}
+            connection.send(**{**parent.hello, "more": more}, clock=time.time())
             connection.wait(SEEK_SECONDS)
             connection.close()
+
+
+def _listens(hello: dict[str, Any]) -> int:
+    """Return the port at which a node listens if it has to lead."""
+    return hello["more"]["listens"]

@@ -28,9 +28,9 @@ from torch.distributed import distributed_c10d
 from common import devices, moments
 from common.alive import heartbeat
 from common.elastic import quorum
+from common.elastic.stream import of_stream
 from common.errors import UserError, one_line
 from common.ranks.collectives import AtOnce, RanksChanged, Stopped
-from common.weights import tensors
 
 ADDRESS = "ANYRANK_ADDRESS"  # of this node, as the others reach it: set by its parent
 COMES_LATER = "ANYRANK_COMES_LATER"  # set by the parent of a node that joins a run under way
@@ -268,7 +268,7 @@ def _transport(address: str) -> Any:
         def _load_from_address(cls, address: str, timeout: datetime.timedelta) -> Any:
             without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             with without_proxy.open(address, timeout=timeout.total_seconds()) as answer:
-                return tensors.of_stream(answer)
+                return of_stream(answer)
 
     transport = OfThisNode(timeout=STATE_SECONDS, num_chunks=0)
     transport._server.RequestHandlerClass.log_message = lambda *_: None  # type: ignore[method-assign]

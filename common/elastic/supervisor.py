@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from common.alive.watch import OWN
 from common.alive.wire import channel, hub, messages, secret
 from common.alive.worker import cause
 from common.devices.diagnosis import is_its_own_fault
-from common.elastic import members
+from common.elastic import greeting, members
 from common.elastic.leader import Leader
 from common.elastic.messages import FORMS
 from common.errors import STOP_SIGNALS, UserError, one_line, report_failure
@@ -40,7 +41,7 @@ class ElasticSupervisor(supervisor.Supervisor):
         self._noted = os.path.join(output_dir, "nodes.json")  # the addresses of all nodes, for a later start of this one
         self.address = "127.0.0.1"  # of this node, as the others reach it
         self.listener = hub.listen(0)  # where the other nodes connect, if this node has to lead
-        self.hello["listens"] = self.listener.getsockname()[1]
+        self.hello["more"] = {"listens": self.listener.getsockname()[1]}
         self.leader: Optional[Leader] = None  # set on the node that leads
         self.led_by = 0
         # The last generation: its members, which of them writes, and all nodes with their addresses.
@@ -68,33 +69,33 @@ class ElasticSupervisor(supervisor.Supervisor):
         if self.node == 0:
             try:
                 return self._meet_as_leader()
-            except channel.Elsewhere as elsewhere:
+            except greeting.Elsewhere as elsewhere:
                 address, port = elsewhere.args
-        self.connection, go = self._join(address, port)
-        self.led_by = go.get("led_by", 0)
+        self.connection, go, leader = self._join(address, port)
+        self.led_by = leader or 0
         self.address = self._own_address()
-        if "led_by" in go:
+        if leader is not None:
             self.for_workers = {members.COMES_LATER: "1"}
             self.say(f"the run is under way, led by node {self.led_by} at {self.connection.peer}: this node joins it")
         return go
 
-    def _join(self, address: str, port: int) -> tuple[channel.Connection, dict[str, Any]]:
+    def _join(self, address: str, port: int) -> tuple[channel.Connection, dict[str, Any], Optional[int]]:
         """Join the run through node 0 or, if that does not lead it, through a node that an earlier process here has noted."""
         how = self.hello, self.join_seconds, self.say, self.key
-        connection = channel.connect_to_leader(address, port)
+        connection = greeting.connect_to_leader(address, port)
         until = time.monotonic() + SEEK_SECONDS
         places = self._noted_places() if not connection else []
         for host, its_port in places:
             if time.monotonic() > until:  # each lost machine takes a second to try
                 break
-            if there := channel.connect_to_leader(host, its_port):
+            if there := greeting.connect_to_leader(host, its_port):
                 try:
-                    return channel.join(host, its_port, *how, there)
+                    return greeting.join(host, its_port, *how, there)
                 except UserError as error:
                     self.say(f"warning: {error}")
         if places:
             self.say("no node of the run that this one was part of answers: it is over, or node 0 has yet to start it again")
-        return channel.join(address, port, *how, connection)
+        return greeting.join(address, port, *how, connection)
 
     def _noted_places(self):
         try:
@@ -111,10 +112,10 @@ class ElasticSupervisor(supervisor.Supervisor):
     def _meet_as_leader(self):
         if not self.key:
             self.say(secret.UNPROTECTED.format(port=self.here.master_port))
-        self.hub = hub.Hub(hub.listen(self.here.master_port), self.hello, self.say, self.key, stays_open=True)
+        self.hub = self._new_hub(hub.listen(self.here.master_port))
         try:
             self.hub.meet(self.join_seconds)
-        except channel.Elsewhere as elsewhere:
+        except greeting.Elsewhere as elsewhere:
             self.hub.send(elsewhere=list(elsewhere.args))
             self.hub.close()
             self.hub = None
@@ -125,6 +126,9 @@ class ElasticSupervisor(supervisor.Supervisor):
         self.address = self.hub.address()
         self.leader = Leader(self)
         return self._send_go(0)
+
+    def _new_hub(self, listener: socket.socket) -> hub.Hub:
+        return hub.Hub(listener, self.hello, self.say, self.key, stays_open=True, greet=greeting.greet)
 
     def _start_workers(self, go: dict[str, Any], folder: str) -> None:
         self.for_workers[members.ADDRESS] = self.address
@@ -308,14 +312,14 @@ class ElasticSupervisor(supervisor.Supervisor):
             self.causes.append(f"{self.name_of(lost)} {how}")
         for node, address, port in sorted(self.generation["nodes"]):
             if node == self.node:
-                self.hub = hub.Hub(self.listener, self.hello, self.say, self.key, stays_open=True)
+                self.hub = self._new_hub(self.listener)
                 self.hub.mark_complete()
                 self.judge, self.finished = Judge(self.ranks), set()
                 self.leader, self.led_by = Leader(self, after=lost, silent=silent), node
                 return
             if node != lost:
                 with contextlib.suppress(UserError):
-                    self.connection, _ = channel.join(address, port, self.hello, 0, self.say, self.key)
+                    self.connection, *_ = greeting.join(address, port, self.hello, 0, self.say, self.key)
                     self.led_by, self.told_leader = node, None
                     return
         self.verdict = cause("; ".join(self.causes), restart=False)

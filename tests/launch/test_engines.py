@@ -15,7 +15,6 @@ import torch
 from common import devices
 from common.checkpoints.pretrained import read_weights
 from common.devices import kinds
-from common.elastic import members
 from common.errors import UserError
 from launch import bundle, engines, image
 from launch.__main__ import VERBS
@@ -94,6 +93,7 @@ def test_a_program_in_place_of_weights_is_refused_before_torch_looks_at_it(older
 
 
 def test_nodes_that_come_and_go_need_a_torch_that_torchft_takes(older):
+    members = pytest.importorskip("common.elastic.members", reason="the folder was taken out")
     older(2, 6)
     with pytest.raises(UserError, match=r"--min_nodes needs torchft, and that torch 2\.7 or later; this is .*: leave it out"):
         members.torchft()

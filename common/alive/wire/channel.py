@@ -18,9 +18,8 @@ from common.errors import UserError, one_line
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 5.0  # without a message from a node for this long, it or the network is lost
 ANSWER_SECONDS = 4.0  # for an answer to the first messages, which another program on the port does not give
-GREETING_SECONDS = 1.0
 WAITING_LINE_SECONDS = 10
-ATTEMPTS = 5  # to join, if node 0 closes the connection before the proof, or names another leader
+ATTEMPTS = 5  # to join, if node 0 closes the connection before the proof
 LONGEST_MESSAGE, LONGEST_PROOF = 1 << 20, 4096
 NOT_OURS = "it sends no messages of this program"
 
@@ -36,10 +35,6 @@ class ConnectionLost(Exception):
 
 class Closed(ConnectionLost):
     """The other side has closed the connection."""
-
-
-class Elsewhere(Exception):
-    """Another node than node 0 leads the run, at this address and port (common/elastic)."""
 
 
 def checked(message: dict) -> dict:
@@ -170,32 +165,19 @@ def connect(address: str, port: int, seconds: float, say: Callable) -> socket.so
             time.sleep(0.2)
 
 
-def connect_to_leader(address: str, port: int) -> Optional[socket.socket]:
-    """Return a socket to the node if it leads a run, else None: a leader sends a first message to each new connection."""
-    with contextlib.suppress(OSError):
-        connection = socket.create_connection((address, port), timeout=GREETING_SECONDS)
-        with contextlib.suppress(OSError):
-            if connection.recv(1, socket.MSG_PEEK):
-                return connection
-        connection.close()
-    return None
-
-
 def join(
-    address: str, port: int, hello: dict, seconds: float, say: Callable, key: bytes = b"", opened: Any = None
-) -> tuple[Connection, dict]:
-    """Join node 0, or the leader that it names; return (connection, start message). `opened`: a socket to use at first."""
+    address: str, port: int, hello: dict, seconds: float, say: Callable, key: bytes = b"",
+    opened: Optional[socket.socket] = None, hear: Optional[Callable[[dict], None]] = None,
+) -> tuple[Connection, dict]:  # fmt: skip
+    """Join node 0, and return (connection, start message). `opened`: a socket to it, to use at first. `hear`: is told each
+    message that comes before the start message, and may raise an error of its own."""
     for attempt in range(ATTEMPTS):
         connection = Connection(opened or connect(address, port, seconds, say))
         opened = None
         try:
             prove(connection, key)
             connection.send(**hello, clock=time.time())
-            return connection, _wait_for_go(connection, seconds + SILENCE_SECONDS)
-        except Elsewhere as elsewhere:
-            connection.close()
-            address, port = elsewhere.args
-            why = ConnectionLost("it names other nodes in turn")
+            return connection, _wait_for_go(connection, seconds + SILENCE_SECONDS, hear)
         except Closed as lost:  # perhaps to make room, if strangers fill the port of node 0
             connection.close()
             why = lost
@@ -206,6 +188,9 @@ def join(
             connection.close()
             why = lost
             break
+        except BaseException:
+            connection.close()
+            raise
     raise UserError(
         f"{address}:{port} answers but is not node 0 of this job ({why}): another program has the port, or the job has "
         "stopped; see the log of node 0, or give the job another port"
@@ -230,17 +215,18 @@ def _next(connection: Connection, name: str) -> Any:
     return message.get(name)
 
 
-def _wait_for_go(connection: Connection, seconds: float) -> dict:
-    deadline, patience = time.monotonic() + seconds, ANSWER_SECONDS
+def _wait_for_go(connection: Connection, seconds: float, hear: Optional[Callable[[dict], None]] = None) -> dict:
+    deadline = time.monotonic() + seconds
+    patience = ANSWER_SECONDS
     while time.monotonic() < deadline:
         for message in connection.wait(patience):
             checked(message)
             if "refused" in message:
                 raise UserError(one_line(message["refused"])[:500])
-            if "elsewhere" in message:
-                raise Elsewhere(*message["elsewhere"])
             if "go" in message:
                 return message["go"]
+            if hear:
+                hear(message)
             patience = SILENCE_SECONDS  # node 0 sends beats while it waits for the others
         connection.send(waiting=True)
     raise ConnectionLost(f"it has not started the nodes for {seconds:.0f} s")

@@ -40,12 +40,18 @@ LACK = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}  # the errors f
 class Hub:
     """The connections to all other nodes, by their numbers."""
 
-    def __init__(self, listener: socket.socket, hello: dict, say: Callable, key: bytes = b"", stays_open: bool = False):
-        """`hello`: what this node tells of itself; `say`: prints a log line; `stays_open`: nodes may also join after meet()."""
+    def __init__(
+        self, listener: socket.socket, hello: dict, say: Callable, key: bytes = b"",
+        stays_open: bool = False, greet: Optional[Callable[[dict, bool], None]] = None,
+    ):  # fmt: skip
+        """`hello`: what this node tells of itself; `say`: prints a log line; `stays_open`: nodes may also join after meet().
+        `greet(hello, complete)`: is told what each node of this job tells of itself, and whether all nodes had joined before;
+        it raises ConnectionLost to refuse the node, or another error, which ends meet()."""
         self._hello = hello
         self._say = say
         self._key = key
         self._stays_open = stays_open
+        self._greet = greet
         self.connections: dict[int, Connection] = {}
         self.hellos: dict[int, dict] = {}  # of each node that has ever joined; "ahead": seconds that its clock is ahead
         self._strangers: dict[
@@ -192,7 +198,7 @@ class Hub:
         connection.trust()
 
     def _introduce(self, connection: Connection, hello: dict[str, Any]) -> None:
-        """Accept or refuse the node that sent this `hello`. Until all nodes have come, UserError or Elsewhere may be raised."""
+        """Accept or refuse the node that sent this `hello`. Until all nodes have come, UserError may be raised."""
         if not HELLO(hello):
             raise ConnectionLost(NOT_OURS)
         mine, node, host = self._hello, hello["node"], one_line(hello["host"])[:80]
@@ -202,8 +208,6 @@ class Hub:
             )
             self._refuse(connection, f"belong to job {one_line(hello['job'])[:80]!r}, as that on host {host}")
             return
-        if "leads" in hello and self._stays_open and not self._complete:
-            raise channel.Elsewhere(*hello["leads"])
         if self._complete and not self._stays_open:
             connection.tell(
                 refused=f"the job on this port, on {mine['host']}, has all its nodes already; give yours another port"
@@ -225,6 +229,8 @@ class Hub:
                 there = f"{theirs[:200]} on node {node} (host {host})"
                 self._refuse_all(f"{name} differs: {ours} on node {mine['node']} (host {mine['host']}), {there}", connection)
                 return
+        if self._greet:
+            self._greet(hello, self._complete)
         del self._strangers[connection]
         connection.node = node
         self.connections[node] = connection

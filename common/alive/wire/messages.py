@@ -24,6 +24,10 @@ def is_true(value: object) -> bool:
     return value is True
 
 
+def is_dict(value: object) -> bool:
+    return isinstance(value, dict)
+
+
 def record(optional: tuple = (), **fields: Callable) -> Callable:
     """Return a check for a dict with these fields and no others, each of its form; the `optional` ones may be missing."""
 
@@ -54,9 +58,7 @@ REPORT = record(
     optional=("stack_of",), text=text(4000), direct=lambda value: type(value) is bool, code=whole(0, 255),
     restart=lambda value: type(value) is bool, stack_of=RANK,
 )  # fmt: skip
-GO = record(
-    optional=("led_by",), attempt=whole(0, 10**6), address=is_address, port=PORT, led_by=RANK
-)  # led_by: of a run that is under way
+GO = record(optional=("more",), attempt=whole(0, 10**6), address=is_address, port=PORT, more=is_dict)
 
 
 def several(form: Callable, most: int = 10**6) -> Callable:
@@ -68,12 +70,12 @@ def each(*forms: Callable) -> Callable:
     return lambda value: isinstance(value, list) and len(value) == len(forms) and all(f(v) for f, v in zip(forms, value))
 
 
-# The messages with which a connection begins.
+# The messages with which a connection begins. What "more" is in them, and in GO, common/elastic checks.
 HELLO = record(
-    optional=("findings", "listens", "leads"), findings=lambda value: isinstance(value, list),  # of the doctor
-    listens=PORT, leads=each(is_address, PORT),
+    optional=("findings", "more"), findings=lambda value: isinstance(value, list),  # of the doctor
+    more=is_dict,
     app=text(100), job=text(1000), host=text(1000), node=whole(0, 10**6), nodes=whole(1, 10**6), workers=whole(1, 10**6),
-    alike=lambda value: isinstance(value, dict), clock=is_number,
+    alike=is_dict, clock=is_number,
 )  # fmt: skip
 PROOF = record(nonce=text(64), proof=text(64))
 

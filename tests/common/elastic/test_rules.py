@@ -5,6 +5,7 @@ import json
 import shutil
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import types
@@ -14,7 +15,7 @@ import pytest
 from common import moments
 from common.alive import heartbeat
 from common.alive.wire import channel, hub, messages
-from common.elastic import job, members, quorum
+from common.elastic import greeting, job, members, quorum
 from common.elastic.messages import FORMS
 from common.errors import UserError
 from tests.check_ledger import complaints, steps_that_count
@@ -88,15 +89,18 @@ def test_who_looks_whether_a_port_is_open_is_no_stranger_and_who_says_something_
 def test_only_an_elastic_job_lets_itself_be_sent_elsewhere():
     for stays_open in (False, True):
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            one = hub.Hub(listener, strangers.hello(0), print, strangers.KEY, stays_open=stays_open)
+            greet = greeting.greet if stays_open else None
+            one = hub.Hub(listener, strangers.hello(0), print, strangers.KEY, stays_open, greet)
             one.port, one.said = listener.getsockname()[1], []
-            polled = threading.Thread(target=strangers.join, args=(one,), kwargs={"leads": ["127.0.0.1", 1]})
+            polled = threading.Thread(
+                target=strangers.join, args=(one,), kwargs={"more": {"listens": 2, "leads": ["127.0.0.1", 1]}}
+            )
             polled.start()
             try:
                 while not one.connections:
                     one.poll(0.1)
                 assert not stays_open
-            except channel.Elsewhere as elsewhere:
+            except greeting.Elsewhere as elsewhere:
                 assert stays_open and elsewhere.args == ("127.0.0.1", 1)
             polled.join()
             one.close()
@@ -115,10 +119,10 @@ def test_a_node_follows_to_the_leader_that_it_is_told_of():
 
         sends = threading.Thread(target=send_elsewhere)
         sends.start()
-        connection, go = channel.join(
+        connection, go, leader = greeting.join(
             "127.0.0.1", listener.getsockname()[1], strangers.hello(1), PATIENCE, print, strangers.KEY
         )
-        assert go == strangers.GO and connection.socket.getpeername()[1] == leads.port
+        assert (go, leader) == (strangers.GO, None) and connection.socket.getpeername()[1] == leads.port
         sends.join()
         connection.close()
         first.close()
@@ -154,7 +158,7 @@ def nodes_say_more(monkeypatch):
         ({"elsewhere": ["10.0.0.1", 6666]}, True),
         ({"elsewhere": ["10.0.0.1", 0]}, False),
         ({"elsewhere": ["a name", 6666]}, False),
-        ({"go": {**strangers.GO, "led_by": 1}}, True),  # to a node that joins a run that is under way
+        ({"go": {**strangers.GO, "more": {"led_by": 1}}}, True),  # to a node that joins a run that is under way
     ],
 )
 def test_what_nodes_say_has_a_form(message, valid):
@@ -241,6 +245,18 @@ def test_without_its_folder_ranks_train_as_before_and_the_option_is_refused(two_
     done = run(script, cwd=tmp_path, env=environment())
     assert done.returncode == 2
     assert done.stderr == "error: --min_nodes needs the folder common/elastic, which is not there: leave the option out\n"
+
+
+@pytest.mark.rehearsal
+def test_without_its_folder_the_quick_checks_pass(tmp_path):
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for name in tracked:
+        if not name.startswith(("common/elastic/", "tests/common/elastic/")):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tmp_path / name)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    done = subprocess.run(["make", "quick"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
 def test_the_state_is_served_without_asking_for_the_name_of_an_address(monkeypatch):

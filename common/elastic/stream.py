@@ -1,0 +1,47 @@
+"""Read the state that another rank has sent, in the form of torch.distributed._serialization, without torch.load."""
+
+import pickle
+from typing import Any, BinaryIO
+
+import torch
+
+from common.weights.plain import Refused, check
+from common.weights.tensors import Unpickler, of_records
+
+
+class _Entries(Unpickler):
+    """Reads the list at the start of a stream: for each record an object with a "key" and a "length"."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) != ("torch.distributed._serialization", "_Entry"):
+            raise Refused(f"it asks for {module[:80]}.{name[:80]}")
+        return dict
+
+    def _new(self):
+        self.stack.pop()
+        self.stack[-1] = {}
+
+    def _fill(self):
+        state = self._of(self.stack.pop(), dict)
+        self._of(self.stack[-1], dict).update(state)
+
+    _more: Any = {pickle.NEWOBJ[0]: _new, pickle.BUILD[0]: _fill}
+    dispatch = {**Unpickler.dispatch, **_more}
+
+
+def of_stream(file: BinaryIO) -> Any:
+    """Return what was sent: a list of records, and then their bytes. Refused if it is not of this form."""
+    records = {}
+    entries = _Entries(file, lambda key, size: torch.empty(0)).load()
+    if type(entries) is not list:
+        raise Refused("it begins with no list")
+    for entry in entries:
+        key, length = (entry.get(name) if type(entry) is dict else None for name in ("key", "length"))
+        if type(key) is not str or key in records or type(length) is not int or not 0 <= length < 2**62:
+            raise Refused("its list of records is none")
+        records[key] = file.read(length)
+        if len(records[key]) != length:
+            raise Refused("it ends too early")
+    value = of_records(records)
+    check(value)
+    return value
