@@ -83,8 +83,17 @@ class _WriteTheReport:
                 self.written(args.output_dir, lambda name, page: write_atomically(os.path.join(args.output_dir, name), page))
 
 
+_is_running = False  # whether run_job() has been called in this process
+
+
+def is_running() -> bool:
+    return _is_running
+
+
 def run_job(main: Callable[[], None]) -> None:
     """Call a job's `main`, and return if it returns. After an error, end the process with the exit code for it (errors.py)."""
+    global _is_running
+    _is_running = True
     never_fail()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # a core file has gigabytes
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # which packages.check() has set for the job's imports

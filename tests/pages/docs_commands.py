@@ -27,6 +27,7 @@ NOT_RUN = {
         "python jobs/own_tensors.py",
         "python jobs/own_tensors.py --nproc_per_node 2 --output_dir output_dir/own_tensors_of_two",
         "PYTHONPATH=/path/to/anyrank python my_script.py",
+        "PYTHONPATH=/path/to/anyrank python my_script.py --nproc_per_node 2 --output_dir output_dir/of_two",
         "PYTHONPATH=/path/to/anyrank python -m launch bundle my_script.py",
         "python jobs/own_script.py --data_url arrays --epochs 2 --batch_size 64",
         "python jobs/own_script.py --data_url arrays --epochs 2 --batch_size 64 --max_steps 15",

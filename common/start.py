@@ -1,0 +1,169 @@
+"""A plain training script becomes a job by ten lines: start(), and what it returns in place of a few of them.
+
+    job = start(__doc__, epochs=20, batch_size=64)              # defaults of options; the rest of the script is the job
+    train_loader = job.loader(train_set, shuffle=True)          # for DataLoader(train_set, batch_size=64, shuffle=True)
+    val_loader = job.loader(val_set, batch_size=400)
+    model = job.parallel(model)                                 # on the device; DistributedDataParallel if it has to be
+    run = job.run(model, optimizer=optimizer)                   # goes on where the last start stopped
+    for epoch in run.epochs():
+        for x, y in run.steps(train_loader):
+            ...                                                 # as it was
+            run.step(loss)
+        run.end_epoch(loss=job.sum(val_loss))                   # of all processes
+
+It makes the objects that jobs/train_ddp.py makes line by line, for whoever wants to have them otherwise.
+"""
+
+import argparse
+import runpy
+import sys
+from collections.abc import Iterator, Sized
+from typing import Any, Callable, Optional
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import default_collate
+
+from common import arguments, devices, progress
+from common.job import is_running, run_job
+from common.ranks import group, norms
+from common.ranks.collectives import reduce
+from common.run import Run
+from common.weights.files import unwrapped
+from datasets.loader import SampleLoader
+from datasets.sampler import EpochSampler, InOrder
+
+
+def start(doc: Optional[str], options: Optional[Callable[[arguments.Parser], object]] = None, **defaults: object) -> "Job":
+    """Parse the options, start a process for each GPU, and let the processes of all nodes meet. Return the job.
+
+    `doc`: what --help says; `options(parser)`: adds options of the script; `defaults`: of any option, such as epochs=20.
+    The script then runs from its first line again, within run_job(), which turns errors into lines and exit codes: call start()
+    before anything that takes long.
+    """
+    if not is_running():
+        run_job(_run_the_script)
+        sys.exit(0)
+    parser = arguments.general_parser(doc, data="is not used, unless the script does", workers=0)
+    group.add_options(parser)
+    norms.add_options(parser)
+    if options:
+        options(parser)
+    parser.set_defaults(**defaults)
+    args = arguments.parse(parser)
+    group.start_workers(args)
+    device = devices.choose(args)
+    group.join(args, device)
+    torch.manual_seed(args.seed)
+    return Job(args, device)
+
+
+def _run_the_script() -> None:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+class Job:
+    """One of the equal processes of a job. It owns the sampler of the training, and knows its networks."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device):
+        self.args = args
+        self.device = device
+        self.rank = torch.distributed.get_rank()
+        self.world_size = torch.distributed.get_world_size()
+        self._train_set: Optional[Sized] = None
+        self._train_sampler: Optional[EpochSampler] = None
+        self._lengths: set[int] = set()  # of the data sets
+        self._networks: list[nn.Module] = []  # that are parallel, and averages of them
+
+    def loader(
+        self, data_set: Sized, shuffle: bool = False, batch_size: Optional[int] = None,
+        collate_fn: Callable[[list], Any] = default_collate, workers: Optional[int] = None,
+    ) -> SampleLoader:  # fmt: skip
+        """Return batches, on the device, of any data set that has a length and gives sample number i as data_set[i].
+
+        With `shuffle` it is the loader of the training: each process takes its part of every batch of the job, in an order that
+        a restart goes on with. Without, each process takes its part of the samples, each sample once. `batch_size`: of each
+        process; unset: --batch_size. `workers`: loader processes; unset: --workers.
+        """
+        size = batch_size or self.args.batch_size
+        processes = self.args.workers if workers is None else workers
+        self._lengths.add(len(data_set))
+        if not shuffle:
+            in_order = InOrder(len(data_set), size)
+            in_order.shard(self.rank, self.world_size)
+            return _EvaluationLoader(self._networks, data_set, in_order, self.device, processes, collate_fn)
+        if self._train_sampler is not None:
+            raise RuntimeError("job.loader(shuffle=True) was called twice: a run goes on with the samples of one loader")
+        self._train_set = data_set
+        self._train_sampler = EpochSampler(len(data_set), size, seed=self.args.seed)
+        self._train_sampler.shard(self.rank, self.world_size)
+        return SampleLoader(data_set, self._train_sampler, self.device, processes, collate_fn)
+
+    def parallel(self, network: nn.Module) -> nn.Module:
+        """Return the network on the device; with several processes in DistributedDataParallel, which averages gradients."""
+        network = network.to(self.device)
+        if norms.over_all_ranks(self.args):
+            network = norms.synchronised(network)
+        self._networks.append(network)
+        is_trained = any(weight.requires_grad for weight in network.parameters())
+        if self.world_size == 1 or not is_trained:
+            return network
+        return nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
+
+    def run(self, network: nn.Module, **parts: object) -> Run:
+        """Return the Run of the training, which has gone back to its newest checkpoint, if there is one.
+
+        `parts`: what else changes in training and is saved, under names of your choice, and what Run() takes besides.
+        """
+        if self._train_sampler is None:
+            raise RuntimeError("job.run() needs the loader of the training: call job.loader(train_set, shuffle=True) before it")
+        settings: dict[str, Any] = {"data_set": self._train_set}
+        for name, part in parts.items():
+            settings[name] = _without_parallel(part)
+            if isinstance(part, AveragedModel):
+                self._networks.append(part)
+        run = Run(self.args, self._train_sampler, network, **settings)
+        run.resume()
+        devices.compile_network(self.args, network, accumulates=True)  # as a script may accumulate
+        return run
+
+    def sum(self, value: float) -> float:
+        """Return the sum of the values of all processes. Every process calls it."""
+        (total,) = reduce([float(value)], "SUM")
+        return total
+
+    def mean(self, total: float, samples: int) -> float:
+        """Return the mean over the samples of all processes. `total`: the sum over those of this process; `samples`: how many
+        there are in all processes together, which is the length of the data set."""
+        if samples not in self._lengths:
+            lengths = " or ".join(map(str, sorted(self._lengths)))
+            raise ValueError(f"job.mean(total, {samples}): give the length of the data set, which is {lengths}")
+        return self.sum(total) / samples
+
+    def say(self, text: str) -> None:
+        """Print a line of the log, once for all processes."""
+        if self.rank == 0:
+            progress.say(text)
+
+
+class _EvaluationLoader(SampleLoader):
+    """Begins with the statistics of rank 0 in the networks of all processes, which are those that the checkpoint has."""
+
+    def __init__(self, networks: list[nn.Module], *how: Any):
+        super().__init__(*how)
+        self._networks = networks
+
+    def __iter__(self) -> Iterator[Any]:
+        for network in self._networks:
+            for buffer in network.buffers():
+                torch.distributed.broadcast(buffer, 0)
+        yield from super().__iter__()
+
+
+def _without_parallel(part: object) -> object:
+    """Return a part by which a checkpoint has the same names on any number of processes."""
+    if isinstance(part, AveragedModel):
+        part.module = unwrapped(part.module)
+        return part
+    return unwrapped(part) if isinstance(part, nn.Module) else part
