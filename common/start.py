@@ -15,21 +15,27 @@ It makes the objects that jobs/train_ddp.py makes line by line, for whoever want
 """
 
 import argparse
+import math
+import multiprocessing
+import os
+import random
 import runpy
 import sys
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Callable, Optional
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import default_collate
 
 from common import arguments, devices, progress
+from common.errors import UserError
 from common.job import is_running, run_job
 from common.ranks import group, norms
 from common.ranks.collectives import reduce
-from common.run import Run
+from common.run import Run, Scores, TrainLoader
 from common.weights.files import unwrapped
 from datasets.loader import SampleLoader
 from datasets.sampler import EpochSampler, InOrder
@@ -50,17 +56,38 @@ def start(doc: Optional[str], options: Optional[Callable[[arguments.Parser], obj
     norms.add_options(parser)
     if options:
         options(parser)
+    known = {action.dest for action in parser._actions}
+    for name in defaults:
+        if name not in known:
+            raise TypeError(f"start({name}=...): there is no option --{name}; add one of your own by options=")
     parser.set_defaults(**defaults)
     args = arguments.parse(parser)
     group.start_workers(args)
     device = devices.choose(args)
     group.join(args, device)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     return Job(args, device)
 
 
 def _run_the_script() -> None:
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    _require_a_script()
+    runpy.run_path(os.path.abspath(sys.argv[0]), run_name="__main__")
+
+
+def _require_a_script() -> None:
+    """Raise UserError unless this process runs a script by its path, from its first line."""
+    if multiprocessing.parent_process() is not None:
+        raise UserError(
+            'start() was called in a loader process, which imports the script: put its lines below if __name__ == "__main__":'
+        )
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None:
+        raise UserError("start() needs a script that is started by its path: python my_script.py, and not python -m")
+    path = getattr(main, "__file__", "")
+    if not path or not os.path.exists(sys.argv[0]) or not os.path.samefile(path, sys.argv[0]):
+        raise UserError("start() needs a script in a file of its own: python my_script.py, and no notebook")
 
 
 class Job:
@@ -73,23 +100,25 @@ class Job:
         self.world_size = torch.distributed.get_world_size()
         self._train_set: Optional[Sized] = None
         self._train_sampler: Optional[EpochSampler] = None
-        self._lengths: set[int] = set()  # of the data sets
-        self._networks: list[nn.Module] = []  # that are parallel, and averages of them
+        self._lengths: set[int] = set()  # of the data sets that are evaluated
+        self._networks: list[nn.Module] = []  # whose buffers rank 0 sends to all before an evaluation
+        self._averaged: set[nn.Parameter] = set()  # weights whose gradients are averaged over the processes
 
     def loader(
-        self, data_set: Sized, shuffle: bool = False, batch_size: Optional[int] = None,
+        self, data_set: Sized, *, shuffle: bool = False, batch_size: Optional[int] = None,
         collate_fn: Callable[[list], Any] = default_collate, workers: Optional[int] = None,
     ) -> SampleLoader:  # fmt: skip
         """Return batches, on the device, of any data set that has a length and gives sample number i as data_set[i].
 
         With `shuffle` it is the loader of the training: each process takes its part of every batch of the job, in an order that
-        a restart goes on with. Without, each process takes its part of the samples, each sample once. `batch_size`: of each
-        process; unset: --batch_size. `workers`: loader processes; unset: --workers.
+        a restart goes on with. Without, each process takes its part of the samples, each sample once, and every process has to
+        begin each pass. `batch_size`: of each process; if not given, that of --batch_size. `workers`: loader processes; if not
+        given, --workers.
         """
-        size = batch_size or self.args.batch_size
+        size = self.args.batch_size if batch_size is None else batch_size
         processes = self.args.workers if workers is None else workers
-        self._lengths.add(len(data_set))
         if not shuffle:
+            self._lengths.add(len(data_set))
             in_order = InOrder(len(data_set), size)
             in_order.shard(self.rank, self.world_size)
             return _EvaluationLoader(self._networks, data_set, in_order, self.device, processes, collate_fn)
@@ -101,13 +130,16 @@ class Job:
         return SampleLoader(data_set, self._train_sampler, self.device, processes, collate_fn)
 
     def parallel(self, network: nn.Module) -> nn.Module:
-        """Return the network on the device; with several processes in DistributedDataParallel, which averages gradients."""
+        """Return the network on the device of this process, in DistributedDataParallel if there are several processes.
+
+        One that has no weights to train needs none."""
         network = network.to(self.device)
         if norms.over_all_ranks(self.args):
             network = norms.synchronised(network)
         self._networks.append(network)
-        is_trained = any(weight.requires_grad for weight in network.parameters())
-        if self.world_size == 1 or not is_trained:
+        trained = [weight for weight in network.parameters() if weight.requires_grad]
+        self._averaged.update(trained)
+        if self.world_size == 1 or not trained:
             return network
         return nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
 
@@ -118,15 +150,31 @@ class Job:
         """
         if self._train_sampler is None:
             raise RuntimeError("job.run() needs the loader of the training: call job.loader(train_set, shuffle=True) before it")
+        if self.world_size > 1:
+            self._require_parallel(network, parts)
         settings: dict[str, Any] = {"data_set": self._train_set}
         for name, part in parts.items():
             settings[name] = _without_parallel(part)
             if isinstance(part, AveragedModel):
                 self._networks.append(part)
-        run = Run(self.args, self._train_sampler, network, **settings)
+        run = _RunOfAll(self.args, self._train_sampler, network, **settings)
         run.resume()
         devices.compile_network(self.args, network, accumulates=True)  # as a script may accumulate
         return run
+
+    def _require_parallel(self, network: nn.Module, parts: Mapping[str, object]) -> None:
+        """Raise UserError if processes would train apart."""
+        is_trained = any(weight.requires_grad for weight in network.parameters())
+        if is_trained and not isinstance(network, nn.parallel.DistributedDataParallel):
+            raise UserError(
+                f"{self.world_size} processes would train apart: give job.run() what job.parallel(network) has returned"
+            )
+        for name, part in parts.items():
+            groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else []
+            if any(weight not in self._averaged for group in groups for weight in group["params"] if weight.requires_grad):
+                raise UserError(
+                    f"{name} has weights of a network that was not given to job.parallel(): processes would train apart"
+                )
 
     def sum(self, value: float) -> float:
         """Return the sum of the values of all processes. Every process calls it."""
@@ -134,11 +182,13 @@ class Job:
         return total
 
     def mean(self, total: float, samples: int) -> float:
-        """Return the mean over the samples of all processes. `total`: the sum over those of this process; `samples`: how many
-        there are in all processes together, which is the length of the data set."""
+        """Return the mean over a data set that is evaluated. `total`: the sum over the samples of this process; `samples`: the
+        length of the whole data set."""
         if samples not in self._lengths:
             lengths = " or ".join(map(str, sorted(self._lengths)))
-            raise ValueError(f"job.mean(total, {samples}): give the length of the data set, which is {lengths}")
+            raise ValueError(
+                f"job.mean(total, {samples}): give the length of the data set that is evaluated: {lengths or 'none is'}"
+            )
         return self.sum(total) / samples
 
     def say(self, text: str) -> None:
@@ -147,8 +197,28 @@ class Job:
             progress.say(text)
 
 
+class _RunOfAll(Run):
+    """Refuses what one process alone has measured, and steps with samples that are not those of the training."""
+
+    def steps(self, loader: TrainLoader) -> Iterator[Any]:
+        if getattr(loader, "sampler", None) is not self.sampler:
+            kind = type(loader).__name__
+            raise UserError(f"run.steps() was given another {kind} than job.loader(train_set, shuffle=True) has returned")
+        yield from super().steps(loader)
+
+    def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
+        for name, value in metrics.items():
+            lowest, highest = reduce([float(value), -float(value)], "MIN")
+            if lowest != -highest and not math.isnan(lowest):
+                raise UserError(
+                    f"run.end_epoch({name}=...) was given {lowest:g} by one process and {-highest:g} by another: add "
+                    "the parts of all processes up by job.sum() or job.mean()"
+                )
+        super().end_epoch(scores, **metrics)
+
+
 class _EvaluationLoader(SampleLoader):
-    """Begins with the statistics of rank 0 in the networks of all processes, which are those that the checkpoint has."""
+    """Before each pass, copies the buffers of rank 0, which the checkpoint has, to all processes."""
 
     def __init__(self, networks: list[nn.Module], *how: Any):
         super().__init__(*how)
@@ -162,7 +232,7 @@ class _EvaluationLoader(SampleLoader):
 
 
 def _without_parallel(part: object) -> object:
-    """Return a part by which a checkpoint has the same names on any number of processes."""
+    """Return the part without DistributedDataParallel: the names in a checkpoint are the same on any number of processes."""
     if isinstance(part, AveragedModel):
         part.module = unwrapped(part.module)
         return part

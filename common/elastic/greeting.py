@@ -23,7 +23,9 @@ class Elsewhere(Exception):
 
 def greet(hello: dict[str, Any], complete: bool) -> None:
     """Raise Elsewhere if a leader has told node 0, which still waits for its nodes, that the run goes on without it."""
-    more = hello.get("more", {})
+    more = hello.get("more")
+    if more is None:
+        return  # a node whose job is not elastic, which is refused for its other options
     if not HELLO(more):
         raise channel.ConnectionLost(channel.NOT_OURS)
     if "leads" in more and not complete:
@@ -56,8 +58,11 @@ def join(
             address, port = elsewhere.args
             opened = None
             continue
-        more = go.get("more", {})
-        return connection, go, more["led_by"] if GO(more) else None
+        more = go.get("more")
+        if more is not None and not GO(more):
+            connection.close()
+            raise UserError(f"{address}:{port} answers but is not node 0 of this job ({channel.NOT_OURS})")
+        return connection, go, more["led_by"] if more else None
     raise UserError(f"{address}:{port} is the {MOST_LEADERS}th node to which this one is sent: start the job again")
 
 

@@ -3,7 +3,7 @@
 from common.run import peers
 from common.run.losses import Scaler
 from common.run.observers import Observer
-from common.run.run import Run
+from common.run.run import Run, TrainLoader
 from common.run.scores import Scores
 
-__all__ = ["Observer", "Run", "Scaler", "Scores", "about", "peers", "timing"]
+__all__ = ["Observer", "Run", "Scaler", "Scores", "TrainLoader", "about", "peers", "timing"]

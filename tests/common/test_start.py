@@ -58,10 +58,24 @@ def test_the_errors_of_a_script_are_those_of_a_job(tmp_path):
     for wrong, said in (
         (text.replace("job.loader(train_data, shuffle=True)", "job.loader(train_data)"), "call job.loader(train_set, shuffle=True)"),
         (text.replace("job.loader(test_data", "job.loader(test_data, shuffle=True"), "job.loader(shuffle=True) was called twice"),
-        (text.replace("len(test_data)))", "50))"), "job.mean(total, 50): give the length of the data set, which is 100 or 500"),
+        (text.replace("len(test_data)))", "50))"), "job.mean(total, 50): give the length of the data set that is evaluated: 100"),
     ):  # fmt: skip
         done = train(tmp_path, wrong, 1, "out", code=1, more=["--resume", "never", "--overwrite", "true"])
         assert said in done.stderr.splitlines()[-1]
+    for wrong, said in (
+        (text.replace("job = start(__doc__, epochs=3", "job = start(__doc__, epoch=3"), "there is no option --epoch;"),
+        (text.replace("net = job.parallel(net)", "job.parallel(net)"), "give job.run() what job.parallel(network) has returned"),
+        (text.replace("net.parameters()", "[*net.parameters(), torch.nn.Parameter(torch.ones(1))]"), "optimizer has weights of a network"),
+        (text.replace("job.mean(correct, len(test_data))", "correct / len(test_data)"), "add the parts of all processes up by job.sum()"),
+        (text.replace("run.steps(train_loader)", "run.steps(test_loader)"), "run.steps() was given another _EvaluationLoader than job.loader(train_set, shuffle=True)"),
+    ):  # fmt: skip
+        done = train(
+            tmp_path, wrong, 2, "out", code=1 if "--epoch;" in said else 2, more=["--resume", "never", "--overwrite", "true"]
+        )
+        assert said in done.stderr, done.stderr
+    (tmp_path / "script.py").write_text(text)
+    done = run_forked(["-m", "script"], tmp_path, {"PYTHONPATH": str(ROOT)}, check=2)
+    assert "python my_script.py, and not python -m" in done.stderr
     done = run_forked([tmp_path / "script.py", "--ephocs", 3], tmp_path, {"PYTHONPATH": str(ROOT)}, check=2)
     assert done.stderr.startswith("error: unknown option --ephocs: did you mean --epochs?")
 

@@ -144,7 +144,7 @@ GAN_AS_A_JOB = [
     ("for epoch in range(2):", 'run = job.run(generator, best_by="loss_g", best_is="lowest", discriminator=discriminator, opt_g=opt_g, opt_d=opt_d)\nfor epoch in run.epochs():'),
     ("in loader:", "in run.steps(loader):"),
     ("        opt_g.step()\n", "        opt_g.step()\n        run.step(loss_g)\n"),
-    ('    print(f"{epoch}: {loss_d.item():.3f} {loss_g.item():.3f}")', "    run.end_epoch(loss_g=loss_g.item())"),
+    ('    print(f"{epoch}: {loss_d.item():.3f} {loss_g.item():.3f}")', "    run.end_epoch(loss_g=job.sum(loss_g.item()))"),
 ]  # fmt: skip
 
 AUTOENCODER = """

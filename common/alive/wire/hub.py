@@ -208,6 +208,8 @@ class Hub:
             )
             self._refuse(connection, f"belong to job {one_line(hello['job'])[:80]!r}, as that on host {host}")
             return
+        if self._greet:
+            self._greet(hello, self._complete)
         if self._complete and not self._stays_open:
             connection.tell(
                 refused=f"the job on this port, on {mine['host']}, has all its nodes already; give yours another port"
@@ -229,8 +231,6 @@ class Hub:
                 there = f"{theirs[:200]} on node {node} (host {host})"
                 self._refuse_all(f"{name} differs: {ours} on node {mine['node']} (host {mine['host']}), {there}", connection)
                 return
-        if self._greet:
-            self._greet(hello, self._complete)
         del self._strangers[connection]
         connection.node = node
         self.connections[node] = connection
