@@ -5,7 +5,6 @@ import json
 import shutil
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import types
@@ -245,18 +244,6 @@ def test_without_its_folder_ranks_train_as_before_and_the_option_is_refused(two_
     done = run(script, cwd=tmp_path, env=environment())
     assert done.returncode == 2
     assert done.stderr == "error: --min_nodes needs the folder common/elastic, which is not there: leave the option out\n"
-
-
-@pytest.mark.rehearsal
-def test_without_its_folder_the_quick_checks_pass(tmp_path):
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    for name in tracked:
-        if not name.startswith(("common/elastic/", "tests/common/elastic/")):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tmp_path / name)
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    done = subprocess.run(["make", "quick"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
 def test_the_state_is_served_without_asking_for_the_name_of_an_address(monkeypatch):
