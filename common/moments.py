@@ -61,7 +61,7 @@ def _tell(listener: object, moment: str, *facts: object) -> None:
 class Replaced:
     """What makes a part of the job; None: its own. An elastic job sets the first three (common/elastic/job.py)."""
 
-    parent: Optional[Callable[[argparse.Namespace, dict], Any]] = None  # the parent of a node's workers, else a Supervisor
+    parent: Optional[Callable[[argparse.Namespace, Any], Any]] = None  # the policy of a node's parent, else Parent
     members: Optional[Callable[[argparse.Namespace, Any], Any]] = None  # ranks that meet later, and again after each change
     peers: Optional[Callable[[argparse.Namespace], Any]] = None  # of a Run, else run.peers.Fixed
     collective_seconds: Optional[float] = None  # that a collective may take

@@ -13,8 +13,8 @@ from typing import Callable, Optional
 
 from common.alive import beside, heartbeat
 from common.alive.beside import Beside
-from common.alive.judge import CASCADE_SECONDS, Judge
-from common.alive.watch import Watch
+from common.alive.judge import CASCADE_SECONDS
+from common.alive.loop import Loop
 from common.alive.wire import channel, hub
 from common.alive.worker import Fault, Worker
 from common.errors import STOP_SIGNALS, UserError, one_line, report_failure
@@ -24,101 +24,112 @@ MEETING_SECONDS = 60  # how long the watchers may take to connect, once all rank
 PARTING_SECONDS = 10  # how long the watcher of rank 0 waits for the others after its own rank has ended
 
 
-class Watcher(Watch):
+class Watcher:
+    """The policy of a watcher (loop.py): if a rank is lost, all end."""
+
     def __init__(self, here: World, worker: Worker, killed: Callable[[float, str], object], says_why: bool):
         """`says_why`: whether the rank itself says why it ends, unless a signal ends it."""
-        super().__init__(here.world_size, here.world_size, f"host {socket.gethostname()}")
-        self.here, self.killed = here, killed
-        self.rank, self.workers = worker.process, [worker]
+        self._here = here
+        self._loop = Loop(here.world_size, here.world_size, f"host {socket.gethostname()}")
+        self._loop.workers = [worker]
+        self._worker = worker
+        self._killed = killed
         self._says_why = says_why
         self._only_warns = here.world_size == 1 and sys.stdin is not None and sys.stdin.isatty()
         self._warned: Optional[tuple] = None  # the progress at which this watcher has warned
-
-    def name_of(self, node: int) -> str:
-        return f"rank {node}"
-
-    def stopped(self) -> None:
-        """Do nothing: the ranks have agreed on the step at which they stop, and all of them end."""
-
-    def own_finished(self) -> bool:
-        code = self.workers[0].code
-        return code in (0, *STOP_SIGNALS.values()) or (self._says_why and code is not None and code >= 0)
+        self._ended: Optional[float] = None  # since when its rank has ended
 
     def run(self) -> None:
-        told, ended = 0.0, None
-        while True:
-            for node, message in self.messages():
-                self.hear(node, message)
-            self._obey()
-            self.workers[0].look()
-            if not self.own_finished():
-                self.suspect(self.workers[0])
-            now = time.monotonic()
-            beat = now - told >= self.beat_seconds
-            if beat:
-                told = now
-                self.beat()
-            if self.workers[0].code is not None:
-                ended = ended or now
-                if self._leave(now - ended):
-                    return
-            if not self.connection:
-                # Only the training of a single rank is timed: nobody waits for it.
-                self.decide(beat and (self.ranks > 1 or self.workers[0].last[0] in heartbeat.STEP_PHASES))
-            if self.verdict and not self._warn(self.verdict):
-                self._carry_out(self.verdict)
-                return
+        self._loop.run(self)
+
+    def hear(self, _node: int, _message: channel.Message) -> None:
+        """Do nothing: watchers say nothing of their own to each other."""
+
+    def lost(self, node: int, _silent: bool, how: str) -> None:
+        self._loop.blame(node, f"rank {node} {how}")
+
+    def look_at(self, worker: Worker) -> None:
+        if not self.own_finished():
+            self._loop.report(worker)
+
+    def own_finished(self) -> bool:
+        """Whether the rank has finished. So it has after a stop signal: the ranks have agreed at which step all stop."""
+        code = self._worker.code
+        return code in (0, *STOP_SIGNALS.values()) or (self._says_why and code is not None and code >= 0)
+
+    def others_finished(self) -> bool:
+        return len(self._loop.finished) == self._loop.nodes - 1
+
+    def verdict(self, stalls: bool) -> Optional[Fault]:
+        """Return what ends the job. Only the training of a single rank is timed: nobody waits for it."""
+        is_timed = self._loop.ranks > 1 or self._worker.last[0] in heartbeat.STEP_PHASES
+        return self._loop.judge.verdict(stalls and is_timed)
+
+    def end_turn(self, _beat: bool) -> Optional[int]:
+        verdict = self._loop.verdict
+        if self._worker.code is not None:
+            self._ended = self._ended or time.monotonic()
+            if self._may_leave(time.monotonic() - self._ended):
+                return 0
+        if verdict and not self._warn(verdict):
+            self._carry_out(verdict)
+            return verdict["code"]
+        self._obey()
+        return None
 
     def _warn(self, verdict: Fault) -> bool:
         """In a terminal, warn of the only rank, once, if it hangs or is stopped; return False otherwise."""
-        worker = self.workers[0]
+        worker = self._worker
         if not self._only_warns or worker.code is not None:
             return False
         if self._warned != worker.last:
-            print(f"warning: {self.line(verdict)}", file=sys.stderr, flush=True)
-        self._warned, worker.reported = worker.last, False
-        self.verdict, self.judge = None, Judge(self.ranks)
+            print(f"warning: {self._loop.line(verdict)}", file=sys.stderr, flush=True)
+        self._warned = worker.last
+        worker.reported = False
+        self._loop.begin_again()
         return True
 
-    def _leave(self, seconds: float) -> bool:
+    def _may_leave(self, seconds: float) -> bool:
         """Whether this watcher may end, `seconds` after its rank has: it may have to wait for the others or a verdict."""
+        loop = self._loop
         if self.own_finished():
-            if self.connection:
-                self.connection.tell(finished=True)
-            return not self.hub or len(self.finished) == self.nodes or seconds > PARTING_SECONDS
+            if loop.connection:
+                loop.connection.tell(finished=True)
+            return not loop.hub or len(loop.finished) == loop.nodes or seconds > PARTING_SECONDS
         return seconds > CASCADE_SECONDS + channel.SILENCE_SECONDS
 
     def _obey(self):
         """If the rank asks for it, connect to the other ranks' watchers; block until all have come, or warn after a minute."""
-        order = self.rank.order(0)
+        loop, rank = self._loop, self._worker.process
+        order = rank.order(0)
         if order is None:
             return
         try:
             if "listen" in order:
-                listener = socket.create_server(("127.0.0.1" if self.here.num_nodes == 1 else "", 0))
-                self.hub = hub.Hub(listener, order["hello"], self._say, bytes.fromhex(order["listen"]))
-                self.rank.answer(port=listener.getsockname()[1])
-                self.hub.meet(MEETING_SECONDS)
-                self.hub.send(go={"attempt": 0, "address": "127.0.0.1", "port": 1})
+                listener = socket.create_server(("127.0.0.1" if self._here.num_nodes == 1 else "", 0))
+                loop.hub = hub.Hub(listener, order["hello"], self._say, bytes.fromhex(order["listen"]))
+                rank.answer(port=listener.getsockname()[1])
+                loop.hub.meet(MEETING_SECONDS)
+                loop.hub.send(go={"attempt": 0, "address": "127.0.0.1", "port": 1})
             else:
                 where = (order["address"], order["port"], order["hello"], MEETING_SECONDS, self._say)
-                self.connection, _ = channel.join(*where, bytes.fromhex(order["key"]))
+                loop.connection, _ = channel.join(*where, bytes.fromhex(order["key"]))
         except UserError as error:
             self._say(f"warning: this rank is not watched: {error}")
 
     def _say(self, text: str) -> None:
-        print(f"rank {self.here.rank}: {one_line(text)}", flush=True)
+        print(f"rank {self._here.rank}: {one_line(text)}", flush=True)
 
     def _carry_out(self, verdict: Fault) -> None:
-        worker, rank = self.workers[0], self.here.rank
+        loop, worker, rank = self._loop, self._worker, self._here.rank
         if rank == verdict.get("stack_of"):
             print(worker.stack(), end="", file=sys.stderr, flush=True)
-        alone = not self.hub and not self.connection
-        if self.here.local_rank == 0 and not (alone and worker.reported_fault()):  # unless the rank has shown it
-            report_failure(self.line(verdict))
-        self.rank.end(verdict["code"])
+        alone = not loop.hub and not loop.connection
+        if self._here.local_rank == 0 and not (alone and worker.reported_fault()):  # unless the rank has shown it
+            report_failure(loop.line(verdict))
+        worker.process.end(verdict["code"])
         if rank == 0:
-            self.killed(self.since, verdict["text"])
+            self._killed(loop.since, verdict["text"])
 
 
 def start(here: World, killed: Callable[[float, str], object], says_why: bool) -> Beside:

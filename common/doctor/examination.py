@@ -58,7 +58,7 @@ class Examination:
 
     # --- The nodes, where the platform started a process on each ---
 
-    def supervisor(self, supervisor: Any) -> None:
+    def supervisor(self, supervisor: Supervisor) -> None:
         """Prepare the supervisor: no restarts, a wait of --doctor_seconds, and the findings that this node sends to node 0."""
         self._supervisor = supervisor
         supervisor.max_restarts, supervisor.join_seconds = 0, self._seconds
@@ -68,16 +68,17 @@ class Examination:
         self._folder = tempfile.TemporaryDirectory(prefix="anyrank-doctor-")
         os.environ[FILE] = os.path.join(self._folder.name, "findings")
 
-    def supervised(self, supervisor: Any, code: int) -> None:
+    def supervised(self, supervisor: Supervisor, code: int) -> None:
         """Add the findings of other nodes and ranks, show the table on node 0, and end; after a stop signal, end at once."""
-        if supervisor.stop_signal:
+        if supervisor.loop.stop_signal:
             sys.exit(code)
         self._collect(supervisor)
         here = self.here
         if here.node_rank == 0:
             self._add_met()
         if code:
-            text, mistake = supervisor.verdict["text"], code == UserError.exit_code
+            verdict = supervisor.loop.verdict
+            text, mistake = verdict["text"] if verdict else f"exit code {code}", code == UserError.exit_code
             self.add(refusal("job", UserError(text)) if mistake else bad("job", text, "see the log of that rank"))
         if here.node_rank:
             supervisor.say("the doctor's findings are in the log of node 0")
@@ -85,7 +86,7 @@ class Examination:
         sys.exit(self.show())
 
     def _collect(self, supervisor: Supervisor) -> None:
-        for node, hello in supervisor.hub.hellos.items() if supervisor.hub else ():
+        for node, hello in supervisor.loop.hub.hellos.items() if supervisor.loop.hub else ():
             self.findings += decode(hello.get("findings") or [])
             self.add(checks.check_clock(hello["ahead"], "node 0"), node)
         if os.path.exists(os.environ[FILE]):

@@ -46,7 +46,7 @@ def connect_to_leader(address: str, port: int) -> Optional[socket.socket]:
 def join(
     address: str, port: int, hello: dict[str, Any], seconds: float, say: Callable[[str], None], key: bytes = b"",
     opened: Optional[socket.socket] = None,
-) -> tuple[channel.Connection, dict[str, Any], Optional[int]]:  # fmt: skip
+) -> tuple[channel.Connection, channel.Go, Optional[int]]:  # fmt: skip
     """Join node 0, or the leader that it names. Return (connection, start message, leader).
 
     `leader`: the node that leads, if the run is under way, else None; `opened`: a socket to use at first.

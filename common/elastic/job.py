@@ -5,9 +5,10 @@ import argparse
 import torch
 
 from common.alive import heartbeat
+from common.alive.supervisor import Supervisor
 from common.elastic.members import Members
+from common.elastic.parent import ElasticParent
 from common.elastic.peers import Elastic
-from common.elastic.supervisor import ElasticSupervisor
 from common.errors import UserError, count
 from common.moments import REPLACED
 from common.ranks.collectives import GROUP
@@ -34,8 +35,8 @@ def workers(args: argparse.Namespace) -> None:
         raise UserError("with --min_nodes the others go on, and --max_restarts starts all workers again: give one of the two")
 
 
-def parent(args: argparse.Namespace, alike: dict) -> ElasticSupervisor:
-    return ElasticSupervisor(args.world, args.min_nodes, args.join_seconds, alike, args.output_dir)
+def parent(args: argparse.Namespace, supervisor: Supervisor) -> ElasticParent:
+    return ElasticParent(supervisor, args.min_nodes, args.output_dir)
 
 
 def members(args: argparse.Namespace, device: torch.device) -> Members:

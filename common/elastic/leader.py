@@ -1,4 +1,4 @@
-"""The leader of an elastic job: the parent process (supervisor.py) that decides which ranks are members, and from when.
+"""The leader of an elastic job: the parent process (parent.py) that decides which ranks are members, and from when.
 
 Each change begins a numbered generation: a list of ranks, and a lighthouse of torchft at which they meet (members.py). torchft
 knows a rank only by its heartbeats. The leader decides what torchft cannot know: whether a node has ended or is only silent,
@@ -14,10 +14,12 @@ from collections.abc import Iterable
 from typing import Any, Optional, Protocol
 
 from common.alive.judge import CASCADE_SECONDS
+from common.alive.supervisor import Supervisor
 from common.alive.wire import channel
 from common.elastic import quorum
+from common.elastic.messages import Generation, NodeReport
 from common.errors import UserError, count
-from common.world import World, network
+from common.world import network
 
 GATHER_SECONDS = 3.5  # for the nodes to come to a new leader: they notice the loss of the old one at different moments
 STOP_SECONDS = 1.5  # within which a platform that stops the job tells all nodes; if it takes nodes away, it tells only these
@@ -29,30 +31,19 @@ SEEK_SECONDS = 2.0  # between two looks for a node 0 that has come back
 class LeadingNode(Protocol):
     """What a Leader needs of the parent process that it is a part of."""
 
-    here: World
-    hub: Any  # the Hub of the connections to the other nodes; None: there is one node
-    address: str  # of this node, as the others reach it
-    key: bytes
-    hello: dict[str, Any]  # what this node says of itself
+    supervisor: Supervisor
     min_nodes: int
-    join_seconds: float
-    generation: dict[str, Any]  # the last one
+    address: str  # of this node, as the others reach it
+    generation: Generation  # the last one
     causes: list[str]  # what has happened since the last generation, for the log
-    stop_signal: int  # on which the job stops; 0: none
     ends: Optional[float]  # since when the workers save and end
 
     @property
     def node(self) -> int: ...
 
-    def is_leading(self) -> bool: ...
-
-    def name_of(self, node: int) -> str: ...
-
     def nodes_of(self, ranks: Iterable[int]) -> set[int]: ...
 
-    def say(self, text: str) -> None: ...
-
-    def take(self, generation: dict[str, Any]) -> None: ...
+    def take(self, generation: Generation) -> None: ...
 
     def stop_job(self, number: int) -> None:
         """Let the workers of all nodes save and stop on this signal."""
@@ -68,8 +59,9 @@ class Leader:
 
     def __init__(self, parent: LeadingNode, after: Optional[int] = None, silent: bool = False):
         self._parent = parent
-        self._reports: dict[int, dict] = {}  # {node: what it last said of its workers (messages.HERE)}
-        self._greeted = set(parent.hub.connections) if parent.hub else set()
+        self._supervisor = parent.supervisor
+        self._reports: dict[int, NodeReport] = {}  # {node: what it last said of its workers (messages.HERE)}
+        self._greeted = set(self._connections())
         self._silent: set[int] = {after} if after is not None and silent else set()  # lost nodes that may still run
         self._lost: set[int] = set() if after is None else {after}  # lost since the last generation; may be back as new nodes
         self._gather_until = 0.0 if after is None else time.monotonic() + GATHER_SECONDS
@@ -80,7 +72,11 @@ class Leader:
         self._lighthouse: Any = None
         self._kept: list = []  # all earlier lighthouses: to delete one may wait for a host that is cut off
 
-    def hear(self, node: int, report: dict) -> None:
+    def _connections(self) -> dict[int, channel.Connection]:
+        hub = self._supervisor.loop.hub
+        return hub.connections if hub else {}
+
+    def hear(self, node: int, report: NodeReport) -> None:
         self._reports[node] = report
 
     def told_to_stop(self, node: int, number: int) -> None:
@@ -89,7 +85,7 @@ class Leader:
     def lost(self, node: int, silent: bool, how: str) -> None:
         """Note that a node is lost. `silent`: it may still run; `how`: what is known of the loss, for the log."""
         parent = self._parent
-        report = self._reports.pop(node, {"workers": []})
+        report = self._reports.pop(node, None)
         self._greeted.discard(node)
         self._leaving.discard(node)
         self._lost.add(node)
@@ -97,21 +93,20 @@ class Leader:
             self._silent.add(node)
         stop = self._stops.pop(node, None)
         if stop:
-            parent.causes.append(f"{parent.name_of(node)} was told to stop ({signal.Signals(stop[1]).name})")
-        elif report["workers"]:  # else the end of its workers was reported already
-            parent.causes.append(f"{parent.name_of(node)} {how}")
+            parent.causes.append(f"{self._supervisor.name_of(node)} was told to stop ({signal.Signals(stop[1]).name})")
+        elif report and report["workers"]:  # else the end of its workers was reported already
+            parent.causes.append(f"{self._supervisor.name_of(node)} {how}")
 
     def lead(self, now: float) -> None:
         """Greet nodes that join, answer stop signals, and begin a generation (group of ranks) if one is due. Called often."""
         parent = self._parent
-        if parent.hub:
-            for node in set(parent.hub.connections) - self._greeted:
-                go = {"attempt": 0, "address": parent.address, "port": network.free_port(), "more": {"led_by": parent.node}}
-                parent.hub.connections[node].tell(go=go)
-                self._greeted.add(node)
-            self._seek_node_0(now)
+        for node in set(self._connections()) - self._greeted:
+            go = {"attempt": 0, "address": parent.address, "port": network.free_port(), "more": {"led_by": parent.node}}
+            self._connections()[node].tell(go=go)
+            self._greeted.add(node)
+        self._seek_node_0(now)
         self._answer_stops(now)
-        if parent.is_leading() and not parent.stop_signal and parent.ends is None:
+        if not self._supervisor.loop.stop_signal and parent.ends is None:
             self._decide(now)
 
     # --- The next generation ---
@@ -122,7 +117,7 @@ class Leader:
         ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._lost]
         there = quorum.next_members(last["number"], ranks, self._reports.values())
         if last["number"] == 0:
-            if len(there.ranks) == parent.here.world_size:
+            if len(there.ranks) == self._supervisor.here.world_size:
                 self._announce(there.ranks, "")
             return
         if not self._gather(now):
@@ -131,7 +126,7 @@ class Leader:
         stuck = self._stuck_since and now - self._stuck_since > CASCADE_SECONDS
         if not there.missing and not there.new and not stuck and len(ranks) == len(last["ranks"]):
             return
-        why = [*parent.causes, *(f"{parent.name_of(node)} has joined" for node in sorted(parent.nodes_of(there.new)))]
+        why = [*parent.causes, *(f"{self._supervisor.name_of(node)} has joined" for node in sorted(parent.nodes_of(there.new)))]
         self._tries = 0 if why else self._tries + 1
         why = "; ".join(why or ["the connection between two ranks has broken"])
         before, now_there = parent.nodes_of(last["ranks"]), parent.nodes_of(set(there.ranks) - there.new)
@@ -154,23 +149,23 @@ class Leader:
                 continue
             if channel.port_is_closed(address, port):
                 self._lost.add(node)
-                parent.causes.append(f"{parent.name_of(node)} is lost")
+                parent.causes.append(f"{self._supervisor.name_of(node)} is lost")
             elif now < self._gather_until:
                 return False
             else:
                 self._silent.add(node)
                 self._lost.add(node)
-                parent.causes.append(f"{parent.name_of(node)} did not come")
+                parent.causes.append(f"{self._supervisor.name_of(node)} did not come")
         self._gather_until = 0.0
         return True
 
     def _wait_for_more(self, ranks: list[int], why: str, now: float) -> None:
         parent = self._parent
-        fewer, seconds = f"fewer than --min_nodes {parent.min_nodes}", f"{parent.join_seconds:.0f} s"
+        fewer, seconds = f"fewer than --min_nodes {parent.min_nodes}", f"{self._supervisor.join_seconds:.0f} s"
         if not self._short_since:
             self._short_since = now
-            parent.say(f"{why}; {fewer} remain: waiting for others up to {seconds} (--join_seconds)")
-        if now - self._short_since > parent.join_seconds:
+            self._supervisor.say(f"{why}; {fewer} remain: waiting for others up to {seconds} (--join_seconds)")
+        if now - self._short_since > self._supervisor.join_seconds:
             self._announce(ranks, f"{why}; {fewer} remained for {seconds}", stop=True)
 
     def _announce(self, ranks: list[int], why: str, stop: bool = False, writes: Optional[int] = None) -> None:
@@ -184,17 +179,17 @@ class Leader:
         still_there = last["writes"] in ranks and not parent.nodes_of([last["writes"]]) & self._lost
         self._short_since, self._stuck_since = 0.0, 0.0
         self._silent, self._lost = set(), set()
-        hub = parent.hub
+        hub = self._supervisor.loop.hub
+        nodes = [[parent.node, parent.address, _listens(self._supervisor.hello)]]
+        if hub:
+            nodes += [[node, at.peer, _listens(hub.hellos[node])] for node, at in hub.connections.items()]
         number = 1 + max([last["number"], *(report["generation"] for report in self._reports.values())])
-        generation = {
+        generation: Generation = {
             "number": number, "ranks": ranks, "why": why[:8000], "stop": stop,
             "changes": [*last["changes"][1 - CHANGES :], [number, why[:8000]]],
             "writes": last["writes"] if still_there else min(ranks, default=0) if writes is None else writes,
             "lighthouse": quorum.address_of(self._lighthouse, parent.address),
-            "nodes": [
-                [parent.node, parent.address, _listens(parent.hello)],
-                *([node, at.peer, _listens(hub.hellos[node])] for node, at in (hub.connections.items() if hub else ())),
-            ],
+            "nodes": nodes,
         }  # fmt: skip
         if hub:
             hub.send(generation=generation)
@@ -205,35 +200,37 @@ class Leader:
     def _answer_stops(self, now: float) -> None:
         """Stop the job if too few nodes would remain without those told to stop; else let these leave after STOP_SECONDS."""
         parent = self._parent
-        if not self._stops or parent.stop_signal:
+        if not self._stops or self._supervisor.loop.stop_signal:
             return
-        remaining = {parent.node, *(parent.hub.connections if parent.hub else ())} - set(self._stops)
+        remaining = {parent.node, *self._connections()} - set(self._stops)
         if len(remaining) < parent.min_nodes:
             parent.stop_job(next(number for _, number in self._stops.values()))
         elif now - min(since for since, _ in self._stops.values()) > STOP_SECONDS:
             for node in set(self._stops) - {parent.node} - self._leaving:
-                parent.hub.connections[node].tell(leave=True)
+                self._connections()[node].tell(leave=True)
                 self._leaving.add(node)
             if parent.node in self._stops:
                 number = self._stops[parent.node][1]
-                parent.hub.send(cause=f"{parent.name_of(parent.node)} was told to stop ({signal.Signals(number).name})")
+                why = f"{self._supervisor.name_of(parent.node)} was told to stop ({signal.Signals(number).name})"
+                for connection in self._connections().values():
+                    connection.tell(cause=why)
                 parent.leave()
 
     def _seek_node_0(self, now: float) -> None:
         """While node 0 is lost, try every SEEK_SECONDS to tell it which node leads: once restarted, it waits for the others."""
-        if self._parent.node and 0 not in self._parent.hub.connections and now - self._sought > SEEK_SECONDS:
+        if self._parent.node and 0 not in self._connections() and now - self._sought > SEEK_SECONDS:
             self._sought = now
             threading.Thread(target=self._tell_node_0, daemon=True).start()
 
     def _tell_node_0(self):
         parent = self._parent
         with contextlib.suppress(OSError, channel.ConnectionLost, UserError):
-            place = parent.here.master_addr, parent.here.master_port
+            place = self._supervisor.here.master_addr, self._supervisor.here.master_port
             connection = channel.Connection(socket.create_connection(place, timeout=SEEK_SECONDS))
-            channel.prove(connection, parent.key)
-            listens = _listens(parent.hello)
+            channel.prove(connection, self._supervisor.key)
+            listens = _listens(self._supervisor.hello)
             more = {"listens": listens, "leads": [parent.address, listens]}
-            connection.send(**{**parent.hello, "more": more}, clock=time.time())
+            connection.send(**{**self._supervisor.hello, "more": more}, clock=time.time())
             connection.wait(SEEK_SECONDS)
             connection.close()
 

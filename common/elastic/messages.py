@@ -1,6 +1,34 @@
 """The additional messages between the nodes of an elastic job, and the form that each must have."""
 
+from typing import TypedDict
+
 from common.alive.wire.messages import BOOL, PORT, RANK, STEPS, each, is_address, is_true, record, several, text
+
+
+class NodeReport(TypedDict):
+    """What a node says of its workers."""
+
+    workers: list[list[int]]  # [rank, generation that it waits for] of each that runs
+    done: list[int]  # the ranks that have finished the run
+    generation: int  # the last one that the node has heard of
+
+
+class Generation(TypedDict):
+    """A group of ranks: the members of an elastic job from now on."""
+
+    number: int
+    ranks: list[int]
+    writes: int  # the rank that writes the files
+    lighthouse: str  # where its members meet
+    why: str  # the one before has ended
+    stop: bool  # whether the run is to end
+    changes: list[list]  # [number, why] of the latest generations
+    nodes: list[list]  # [node, address, port at which it listens if it has to lead]
+
+
+NONE_YET: Generation = {
+    "number": 0, "ranks": [], "writes": 0, "lighthouse": "", "why": "", "stop": False, "changes": [], "nodes": [],
+}  # fmt: skip
 
 # What a node says of its workers: [rank, generation that it waits for] of each that runs, and the ranks that are done.
 HERE = record(workers=several(each(RANK, STEPS)), done=several(RANK), generation=STEPS)

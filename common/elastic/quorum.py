@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from common.elastic.messages import NodeReport
+
 
 @dataclasses.dataclass
 class NextMembers:
@@ -17,7 +19,7 @@ class NextMembers:
     stuck: bool  # whether a member has broken off its step and waits for the next generation
 
 
-def next_members(generation: int, last: list[int], reports: Iterable[dict[str, Any]]) -> NextMembers:
+def next_members(generation: int, last: list[int], reports: Iterable[NodeReport]) -> NextMembers:
     """Return the next group: living ranks of `last` (group number `generation`), and ranks of a new node once all wait."""
     ranks: list[int] = []
     stuck, done = False, set()

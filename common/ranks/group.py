@@ -76,15 +76,16 @@ def start_workers(args: argparse.Namespace) -> None:
     devices.require_one_each(args)
     if fewer := devices.fewer_than_promised(args):
         print(f"warning: node {here.node_rank}: {fewer}", flush=True)
+    from common.alive.parent import Parent
     from common.alive.supervisor import Supervisor
 
-    alike = _alike(args)
-    make = REPLACED.parent or (lambda _args, alike: Supervisor(here, args.max_restarts, args.join_seconds, alike))
-    supervisor = make(args, alike)
+    supervisor = Supervisor(here, args.max_restarts, args.join_seconds, _alike(args))
+    parent = REPLACED.parent(args, supervisor) if REPLACED.parent else Parent(supervisor)
     moments.announce("supervisor", supervisor)
-    code = supervisor.run()
-    if supervisor.verdict and here.node_rank == 0:
-        moments.announce("killed", args, supervisor.since, supervisor.verdict["text"])
+    code = parent.run()
+    verdict = supervisor.loop.verdict
+    if verdict and here.node_rank == 0:
+        moments.announce("killed", args, supervisor.loop.since, verdict["text"])
     moments.announce("supervised", supervisor, code)
     sys.exit(code)
 

@@ -17,13 +17,14 @@ import sys
 import time
 
 from common.alive.judge import summarize
+from common.alive.parent import Parent
 from common.alive.supervisor import Supervisor
 from common.alive.wire import channel, hub, secret
 from common.world import World
 from tests.benchmarks.base import machine
 
 KEY = b"a secret of this benchmark"
-STATUS = {"rank": 1, "phase": "step", "steps": 7, "idle": 0.1, "median": 0.1}
+STATUS = {"rank": 1, "phase": "step", "steps": 7, "idle": 0.1, "median": 0.1, "waits": "", "waiting": False}
 
 
 class Idle:
@@ -33,6 +34,9 @@ class Idle:
 
     def look(self):
         pass
+
+    def was_stopped(self):
+        return False
 
     def fault(self, _home):
         return None
@@ -93,16 +97,16 @@ def measured(count, seconds):
     port = 29600 + count % 97
     here = World("plain", "", "node", 0, count, 0, 1, 0, count, "127.0.0.1", port)
     os.environ[secret.VARIABLE] = KEY.decode()
-    parent = Supervisor(here, 0, 60.0, {})
-    parent.say = lambda text: None
-    hello = {name: value for name, value in parent.hello.items() if name != "node"}
-    parent.hub = hub.Hub(hub.listen(port), parent.hello, print, KEY)
-    players = multiprocessing.get_context("fork").Process(target=play, args=(port, count, hello, parent.beat_seconds))
+    supervisor = Supervisor(here, 0, 60.0, {})
+    loop = supervisor.loop
+    hello = {name: value for name, value in supervisor.hello.items() if name != "node"}
+    loop.hub = hub.Hub(hub.listen(port), supervisor.hello, print, KEY)
+    players = multiprocessing.get_context("fork").Process(target=play, args=(port, count, hello, loop.beat_seconds))
     begun = time.perf_counter()
     players.start()
-    parent.hub.meet(60)
+    loop.hub.meet(60)
     met = time.perf_counter() - begun
-    parent.workers = [Idle()]
+    loop.workers = [Idle()]
     end, used, began = time.monotonic() + seconds, time.process_time(), time.perf_counter()
 
     def until_the_end():
@@ -110,13 +114,13 @@ def measured(count, seconds):
             raise TimeoutError
         return messages()
 
-    messages, parent._messages = parent._messages, until_the_end
+    messages, loop.messages = loop.messages, until_the_end
     try:
-        parent._watch()
-        raise RuntimeError(f"the job has ended: {parent.verdict}")
+        loop.run(Parent(supervisor))
+        raise RuntimeError(f"the job has ended: {loop.verdict}")
     except TimeoutError:
         share = (time.process_time() - used) / (time.perf_counter() - began)
-    parent.hub.close()
+    loop.hub.close()
     players.join()
     return met, share
 

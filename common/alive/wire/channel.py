@@ -10,7 +10,7 @@ import json
 import select
 import socket
 import time
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, TypedDict
 
 from common.alive.wire import messages, secret
 from common.errors import UserError, one_line
@@ -22,6 +22,20 @@ WAITING_LINE_SECONDS = 10
 ATTEMPTS = 5  # to join, if node 0 closes the connection before the proof
 LONGEST_MESSAGE, LONGEST_PROOF = 1 << 20, 4096
 NOT_OURS = "it sends no messages of this program"
+
+Message = dict[str, Any]  # {its kind: what it says} (messages.py)
+
+
+class _Start(TypedDict):
+    attempt: int  # how often the workers were started again
+    address: str  # where their ranks meet
+    port: int
+
+
+class Go(_Start, total=False):
+    """Node 0's word to the others that the workers are to be started."""
+
+    more: dict[str, int]  # in an elastic job: which node leads (elastic/greeting.py)
 
 
 def beat_seconds(nodes: int) -> float:
@@ -168,7 +182,7 @@ def connect(address: str, port: int, seconds: float, say: Callable) -> socket.so
 def join(
     address: str, port: int, hello: dict, seconds: float, say: Callable, key: bytes = b"",
     opened: Optional[socket.socket] = None, hear: Optional[Callable[[dict], None]] = None,
-) -> tuple[Connection, dict]:  # fmt: skip
+) -> tuple[Connection, Go]:  # fmt: skip
     """Join node 0, and return (connection, start message). `opened`: a socket to it, to use at first. `hear`: is told each
     message that comes before the start message, and may raise an error of its own."""
     for attempt in range(ATTEMPTS):
@@ -215,7 +229,7 @@ def _next(connection: Connection, name: str) -> Any:
     return message.get(name)
 
 
-def _wait_for_go(connection: Connection, seconds: float, hear: Optional[Callable[[dict], None]] = None) -> dict:
+def _wait_for_go(connection: Connection, seconds: float, hear: Optional[Callable[[dict], None]] = None) -> Go:
     deadline = time.monotonic() + seconds
     patience = ANSWER_SECONDS
     while time.monotonic() < deadline:

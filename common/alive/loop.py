@@ -1,0 +1,173 @@
+"""The loop in which the parent of a node, or the watcher of a rank, sees who is alive. What follows from it, a policy decides.
+
+Each turn hears the other nodes, looks at the workers here, tells node 0 of them, and asks there who is to blame (judge.py). The
+policies are parent.py, watcher.py and, in an elastic job, common/elastic/parent.py. Watchers are called nodes here, too.
+"""
+
+import time
+from typing import Optional, Protocol
+
+from common.alive.judge import Judge, summarize
+from common.alive.wire import channel
+from common.alive.wire.channel import SILENCE_SECONDS, Connection, Message
+from common.alive.wire.hub import Hub
+from common.alive.worker import Fault, Worker, cause
+
+OWN = -1  # this node itself, among the numbers of the other nodes
+
+
+class Policy(Protocol):
+    def hear(self, node: int, message: Message, /) -> None:
+        """Take a message that the loop does not know."""
+        ...
+
+    def lost(self, node: int, silent: bool, how: str, /) -> None:
+        """Go on without a node that is lost, or do not. `silent`: it may still run; `how`: what is known, for the log."""
+        ...
+
+    def look_at(self, worker: Worker) -> None:
+        """Say what is wrong with a worker here, if anything is, by Loop.report()."""
+        ...
+
+    def own_finished(self) -> bool:
+        """Whether all workers here have finished the run."""
+        ...
+
+    def others_finished(self) -> bool:
+        """Whether all other nodes have said that their workers have. Asked on node 0."""
+        ...
+
+    def verdict(self, stalls: bool) -> Optional[Fault]:
+        """Return what ends the job, if the judge knows it. `stalls`: whether to look for a hang, too. Asked on node 0."""
+        ...
+
+    def end_turn(self, beat: bool, /) -> Optional[int]:
+        """Do what else is due, and return the exit code if this was the last turn. `beat`: whether node 0 was told."""
+        ...
+
+
+class Loop:
+    def __init__(self, nodes: int, ranks: int, home: str):
+        """`nodes`, `ranks`: how many there are in the job; `home`: the node or host of the workers here, for the log."""
+        self.nodes = nodes
+        self.ranks = ranks
+        self.home = home
+        self.hub: Optional[Hub] = None  # on node 0: the connections to the other nodes
+        self.connection: Optional[Connection] = None  # on every other node: the connection to node 0
+        self.workers: list[Worker] = []
+        self.finished: set[int] = set()  # the nodes whose workers have finished the run
+        self.judge = Judge(ranks)  # asked on node 0
+        self.stop_signal: Optional[int] = None  # on which the job stops
+        self.verdict: Optional[Fault] = None  # what node 0 has decided
+        self.since = time.time()  # the time.time() at which the workers were started
+        self.beat_seconds = channel.beat_seconds(nodes)
+
+    def run(self, policy: Policy) -> int:
+        """Watch until the policy ends it; return the exit code that it gives."""
+        told = 0.0
+        while True:
+            for node, message in self.messages():
+                self._hear(node, message, policy)
+            for worker in list(self.workers):
+                worker.look()
+                policy.look_at(worker)
+            now = time.monotonic()
+            beat = now - told >= self.beat_seconds
+            if beat:
+                told = now
+                self._beat(policy)
+            if not self.connection:
+                self._decide(policy.verdict(stalls=beat))
+            code = policy.end_turn(beat)
+            if code is not None:
+                return code
+
+    def begin_again(self) -> None:
+        """Forget what was wrong, as the workers are about to be started again."""
+        self.verdict = None
+        self.judge = Judge(self.ranks)
+        self.finished = set()
+
+    def messages(self) -> list[tuple]:
+        """Wait up to 0.1 s for messages; return a list of (node, message). A message of None means that the node is lost."""
+        others = self.hub or self.connection
+        if others:
+            return others.poll(0.1)
+        time.sleep(0.05)
+        return []
+
+    def _hear(self, node: int, message: Optional[Message], policy: Policy) -> None:
+        if message is None:
+            self._lose(node, policy)
+        elif "status" in message:
+            self.judge.note(node, message["status"])
+        elif "fault" in message:
+            self.judge.accuse(message["fault"])
+        elif "finished" in message:
+            self.finished.add(node)
+        elif "end" in message:
+            self.finished.update(range(self.nodes))
+        elif "verdict" in message:
+            self.verdict = message["verdict"]
+        else:
+            policy.hear(node, message)
+
+    def _lose(self, node: int, policy: Policy) -> None:
+        connection = self.hub.connections[node] if self.hub else self.connection
+        seconds = time.monotonic() - connection.heard if connection else 0.0
+        silent = seconds > SILENCE_SECONDS
+        how = f"has been silent for {seconds:.0f} s (machine or network)" if silent else "is lost"
+        policy.lost(node, silent, how)
+
+    def _beat(self, policy: Policy) -> None:
+        if not self.workers:
+            return
+        mine = summarize([worker.status() for worker in self.workers])
+        if self.connection:
+            self.connection.tell(status=mine)
+            if policy.own_finished():
+                self.connection.tell(finished=True)
+            return
+        self.judge.note(OWN, mine)
+        if self.hub:
+            self.hub.send(beat=True)
+            if policy.own_finished() and policy.others_finished():
+                self.hub.send(end=True)
+                self.finished.add(OWN)
+
+    def _decide(self, verdict: Optional[Fault]) -> None:
+        self.verdict = self.verdict or verdict
+        if self.verdict and self.hub:
+            self.hub.send(verdict=self.verdict)
+
+    # --- For the policies ---
+
+    def report(self, worker: Worker) -> None:
+        """Unless the job stops, tell node 0 once of a worker that has failed or is in state T."""
+        if worker.reported or self.stop_signal:
+            return
+        fault = worker.fault(self.home)
+        if fault is None:
+            return
+        worker.reported = True
+        if self.connection:
+            self.connection.tell(fault=fault)
+        else:
+            self.judge.accuse(fault)
+
+    def blame(self, node: int, text: str) -> None:
+        """Take a lost node for the cause that ends the job, as `text` says, unless it has finished or the job stops."""
+        if self.hub:
+            self.hub.remove(node)
+        if self.stop_signal or node in self.finished:
+            self.connection = None
+            return
+        fault = cause(text, restart=False)
+        if self.hub:
+            self.judge.accuse(fault)
+        else:
+            self.verdict = fault
+
+    def line(self, verdict: Fault) -> str:
+        """Return the line for the log about the verdict."""
+        return f"{verdict['text']}; stopping all {self.ranks} ranks" if self.ranks > 1 else verdict["text"]

@@ -1,0 +1,335 @@
+"""The parent process of a node in an elastic job (--min_nodes). It continues when a worker, a node or the leader is lost.
+
+Node 0 leads; if it is lost, a remaining node leads (leader.py). Every node tells the leader which of its workers live and which
+wait. The leader tells all nodes the members of the next generation; these workers form its process group (members.py).
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Optional
+
+from common.alive.loop import OWN, Loop
+from common.alive.supervisor import GRACE_SECONDS, Supervisor
+from common.alive.wire import channel, hub, messages
+from common.alive.worker import Fault, Worker, cause
+from common.devices.diagnosis import is_its_own_fault
+from common.elastic import greeting, members
+from common.elastic.leader import Leader
+from common.elastic.messages import FORMS, NONE_YET, Generation, NodeReport
+from common.errors import STOP_SIGNALS, UserError, one_line, report_failure
+from common.files import write_atomically
+
+SEEK_SECONDS = 10.0  # how long a node looks for a run that goes on without node 0
+
+
+class ElasticParent:
+    """The policy (alive/loop.py) of the parent of a node: if a worker, a node or the leader is lost, the others go on."""
+
+    def __init__(self, supervisor: Supervisor, min_nodes: int, output_dir: str):
+        members.torchft()  # raises an error before anything is started, if it is not installed
+        messages.FORMS.update(FORMS)
+        self.supervisor = supervisor
+        self.min_nodes = min_nodes
+        self._noted = os.path.join(output_dir, "nodes.json")  # the addresses of all nodes, for a later start of this one
+        self.address = "127.0.0.1"  # of this node, as the others reach it
+        self._listener = hub.listen(0)  # where the other nodes connect, if this node has to lead
+        supervisor.hello["more"] = {"listens": self._listener.getsockname()[1]}
+        self._leader: Optional[Leader] = None  # set on the node that leads
+        self._led_by = 0
+        self.generation = NONE_YET
+        self.causes: list[str] = []  # what has happened since the last generation, for the log
+        self._lost_workers: list[str] = []  # how this node has lost workers, for the log
+        self.ends: Optional[float] = None  # since when the workers save and end, because the run cannot go on
+        self._told: Optional[int] = None  # the signal by which the platform takes this node away, or stops the job
+        self._may_leave = False  # whether this node may end on that signal, as the others go on
+        self._excluded = ""  # why the others go on without this node
+        self._told_leader: Optional[NodeReport] = None  # what the leader was last told of the workers of this node
+
+    @property
+    def _loop(self) -> Loop:
+        return self.supervisor.loop
+
+    @property
+    def node(self) -> int:
+        return self.supervisor.here.node_rank
+
+    # --- How the nodes meet ---
+
+    def run(self) -> int:
+        """Start the workers, and return the exit code of this node when they have finished, or cannot go on."""
+        self.supervisor.prepare(self)
+        go = self._meet()
+        self.supervisor.for_workers[members.ADDRESS] = self.address
+        code = self.supervisor.train(go, self)
+        self.supervisor.part()
+        return code
+
+    def _meet(self) -> channel.Go:
+        here = self.supervisor.here
+        address, port = here.master_addr, here.master_port
+        if self.node == 0:
+            try:
+                if here.num_nodes > 1:
+                    self._meet_others()
+                self._leader = Leader(self)
+                return self.supervisor.send_go()
+            except greeting.Elsewhere as elsewhere:
+                address, port = elsewhere.args
+        self._loop.connection, go, leader = self._join(address, port)
+        self._led_by = leader or 0
+        self.address = self.supervisor.own_address()
+        if leader is not None:
+            self.supervisor.for_workers[members.COMES_LATER] = "1"
+            at = f"led by node {leader} at {self._loop.connection.peer}"
+            self.supervisor.say(f"the run is under way, {at}: this node joins it")
+        return go
+
+    def _meet_others(self) -> None:
+        self.supervisor.warn_if_unprotected()
+        others = self._new_hub(hub.listen(self.supervisor.here.master_port))
+        try:
+            others.meet(self.supervisor.join_seconds)
+        except greeting.Elsewhere as elsewhere:
+            others.send(elsewhere=list(elsewhere.args))
+            others.close()
+            raise
+        except UserError:
+            others.close()
+            raise
+        self._loop.hub = others
+        self.address = others.address()
+
+    def _new_hub(self, listener: socket.socket) -> hub.Hub:
+        supervisor = self.supervisor
+        return hub.Hub(listener, supervisor.hello, supervisor.say, supervisor.key, stays_open=True, greet=greeting.greet)
+
+    def _join(self, address: str, port: int) -> tuple[channel.Connection, channel.Go, Optional[int]]:
+        """Join the run through node 0 or, if that does not lead it, through a node that an earlier process here has noted."""
+        supervisor = self.supervisor
+        how = supervisor.hello, supervisor.join_seconds, supervisor.say, supervisor.key
+        connection = greeting.connect_to_leader(address, port)
+        until = time.monotonic() + SEEK_SECONDS
+        places = self._noted_places() if not connection else []
+        for host, its_port in places:
+            if time.monotonic() > until:  # each lost machine takes a second to try
+                break
+            if there := greeting.connect_to_leader(host, its_port):
+                try:
+                    return greeting.join(host, its_port, *how, there)
+                except UserError as error:
+                    supervisor.say(f"warning: {error}")
+        if places:
+            supervisor.say(
+                "no node of the run that this one was part of answers: it is over, or node 0 has yet to start it again"
+            )
+        return greeting.join(address, port, *how, connection)
+
+    def _noted_places(self):
+        try:
+            return [(str(address), int(port)) for _, address, port in json.loads(Path(self._noted).read_bytes())]
+        except (OSError, ValueError, TypeError):
+            return []
+
+    def _note(self):
+        """Try to write the nodes' addresses to a file, so that a node that comes back finds the run even without node 0."""
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(self._noted), exist_ok=True)
+            write_atomically(self._noted, json.dumps(self.generation["nodes"]).encode())
+
+    # --- The policy ---
+
+    def on_signal(self, number: int, _frame: object) -> None:
+        if not self._loop.workers:
+            sys.exit(STOP_SIGNALS[signal.Signals(number)])
+        self._told = self._told or int(number)
+
+    def hear(self, node: int, message: channel.Message) -> None:
+        if "here" in message and self._leader:
+            self._leader.hear(node, message["here"])
+        elif "stop" in message and self._leader:
+            self._leader.told_to_stop(node, message["stop"])
+        elif "stop" in message:
+            self._loop.stop_signal = self._loop.stop_signal or message["stop"]
+        elif "cause" in message:
+            self.causes.append(one_line(message["cause"]))
+        elif "generation" in message:
+            self.take(message["generation"])
+        elif "leave" in message:
+            self.leave()
+        elif "excluded" in message:
+            self._excluded = "this node was silent for so long that the others went on without it"
+
+    def look_at(self, worker: Worker) -> None:
+        """End and forget a worker that is lost to this run alone; report one whose fault another would have, too."""
+        if self.generation["number"] == 0 or self._loop.stop_signal or self.ends is not None:
+            if worker.was_stopped() and not worker.reported:
+                self._told = self._told or signal.SIGTERM
+            self._loop.report(worker)
+            return
+        fault = worker.fault(self._loop.home)
+        if fault is None:
+            return
+        reported = worker.reported_fault() if worker.code is not None else None
+        if reported and not reported["victim"] and not is_its_own_fault(reported["text"]):
+            self._loop.report(worker)  # another rank would fail in the same way
+            return
+        with contextlib.suppress(ProcessLookupError):
+            worker.process.kill()  # it may still run, but be stopped (state T)
+        self._loop.workers.remove(worker)
+        self.causes.append(fault["text"])
+        self._lost_workers.append(fault["text"])
+        if self._loop.connection:
+            self._loop.connection.tell(cause=fault["text"])
+        elif self._loop.hub:
+            self._loop.hub.send(cause=fault["text"])
+
+    def lost(self, node: int, silent: bool, how: str) -> None:
+        loop = self._loop
+        if not loop.hub:
+            self._go_on_without_leader(silent, how)
+            return
+        if silent:
+            loop.hub.connections[node].tell(excluded=True)
+        loop.hub.remove(node)
+        loop.judge.forget(node)
+        if node in loop.finished:
+            return
+        if self.generation["number"] == 0:
+            loop.judge.accuse(cause(f"{self.supervisor.name_of(node)} {how}", restart=False))
+        elif self._leader:
+            self._leader.lost(node, silent, how)
+
+    def own_finished(self) -> bool:
+        return self.supervisor.own_finished()
+
+    def others_finished(self) -> bool:
+        there = set(self._loop.hub.connections) if self._loop.hub else set()
+        return self._loop.finished >= there & self.nodes_of(self.generation["ranks"])
+
+    def verdict(self, stalls: bool) -> Optional[Fault]:
+        if self._loop.stop_signal or self.ends is not None:
+            return None
+        return self._loop.judge.verdict(stalls and self.generation["number"] > 0)
+
+    def end_turn(self, beat: bool) -> Optional[int]:
+        if self._loop.verdict:
+            return self.supervisor.carry_out(self._loop.verdict)
+        self._tell(beat)
+        if self._leader:
+            self._leader.lead(time.monotonic())
+        return self._exit_code()
+
+    def _tell(self, beat: bool) -> None:
+        """Tell the leader, at each `beat` or change, what the workers do, and at each beat whether this node is to stop."""
+        loop = self._loop
+        mine: NodeReport = {
+            "workers": [[worker.rank, worker.pulse.get("wanted")] for worker in loop.workers if worker.code is None],
+            "done": [worker.rank for worker in loop.workers if worker.code == 0],
+            "generation": self.generation["number"],
+        }
+        if self._leader:
+            self._leader.hear(self.node, mine)
+            if self._told:
+                self._leader.told_to_stop(self.node, self._told)
+        elif loop.connection:
+            if beat and self._told:
+                loop.connection.tell(stop=self._told)
+            if beat or mine != self._told_leader:
+                loop.connection.tell(here=mine)
+        self._told_leader = mine
+
+    def _exit_code(self) -> Optional[int]:
+        """Return the exit code if this node ends now, and log a failure; else None. Pass a stop signal on to the workers."""
+        workers = self._loop.workers
+        if self._excluded:
+            report_failure(self._excluded)
+            return 1
+        if self._told and self._may_leave:
+            number = signal.Signals(self._told)
+            self.supervisor.say(f"{number.name}: this node leaves, and the others go on")
+            return STOP_SIGNALS[number]
+        if self.ends is not None:
+            if all(worker.code is not None for worker in workers) or time.monotonic() - self.ends > GRACE_SECONDS:
+                report_failure(f"{self.generation['why']}; stopping")
+                return 1
+        elif self._loop.stop_signal:
+            for worker in workers:
+                worker.pulse.put("stop", self._loop.stop_signal)
+            return self.supervisor.continue_stop()
+        elif not workers:
+            report_failure("; ".join(self._lost_workers))
+            return 1
+        elif self._all_finished():
+            if not self.own_finished():
+                self.supervisor.say("the others have finished the run before this node could take part")
+            return 0
+        return None
+
+    def _all_finished(self) -> bool:
+        if self._loop.hub:
+            return OWN in self._loop.finished
+        return self.own_finished() if self._leader else len(self._loop.finished) >= self._loop.nodes
+
+    # --- A new generation, and a new leader ---
+
+    def nodes_of(self, ranks: Iterable[int]) -> set[int]:
+        return {rank // self.supervisor.here.local_world_size for rank in ranks}
+
+    def take(self, generation: Generation) -> None:
+        """Accept a generation (group of ranks) if it is new; offer it to its ranks here, or to all ranks if it says stop."""
+        if generation["number"] <= self.generation["number"]:
+            return
+        self.generation = generation
+        self.causes = []
+        self.supervisor.writer = generation["writes"]
+        threading.Thread(target=self._note, daemon=True).start()  # the folder may be slow, and beats must not wait
+        for worker in self._loop.workers:
+            if worker.code is None and (worker.rank in generation["ranks"] or generation["stop"]):
+                write_atomically(f"{worker.files}.generation", json.dumps(generation).encode())
+                worker.pulse.put("offered", generation["number"])
+        if generation["stop"]:
+            self.ends = time.monotonic()
+
+    def stop_job(self, number: int) -> None:
+        self._loop.stop_signal = number
+
+    def leave(self) -> None:
+        self._may_leave = True
+
+    def _go_on_without_leader(self, silent: bool, how: str) -> None:
+        """Unless the run ends, lead it if this is the first node left; else join the first. If no node answers, fail."""
+        loop, supervisor, lost = self._loop, self.supervisor, self._led_by
+        if loop.connection:
+            loop.connection.close()
+            loop.connection = None
+        if loop.stop_signal or self.ends is not None:
+            return
+        if self.own_finished():
+            loop.finished.update(range(loop.nodes))
+            return
+        if not any(re.search(rf"\bnode {lost}\b", cause) for cause in self.causes):  # its own report says more
+            self.causes.append(f"{supervisor.name_of(lost)} {how}")
+        for node, address, port in sorted(self.generation["nodes"]):
+            if node == self.node:
+                loop.hub = self._new_hub(self._listener)
+                loop.hub.mark_complete()
+                loop.begin_again()
+                self._leader = Leader(self, after=lost, silent=silent)
+                self._led_by = node
+                return
+            if node != lost:
+                with contextlib.suppress(UserError):
+                    loop.connection, *_ = greeting.join(address, port, supervisor.hello, 0, supervisor.say, supervisor.key)
+                    self._led_by = node
+                    self._told_leader = None
+                    return
+        loop.verdict = cause("; ".join(self.causes), restart=False)
