@@ -1,4 +1,4 @@
-"""The loop in which the parent of a node, or the watcher of a rank, sees who is alive. What follows from it, a policy decides.
+"""The loop in which the parent of a node, or the watcher of a rank, sees who is alive. A policy decides what to do about it.
 
 Each turn hears the other nodes, looks at the workers here, tells node 0 of them, and asks there who is to blame (judge.py). The
 policies are parent.py, watcher.py and, in an elastic job, common/elastic/parent.py. Watchers are called nodes here, too.
@@ -26,7 +26,7 @@ class Policy(Protocol):
         ...
 
     def look_at(self, worker: Worker) -> None:
-        """Say what is wrong with a worker here, if anything is, by Loop.report()."""
+        """React to the state of a worker here: report its fault by Loop.report(), or drop it from Loop.workers."""
         ...
 
     def own_finished(self) -> bool:
@@ -37,12 +37,16 @@ class Policy(Protocol):
         """Whether all other nodes have said that their workers have. Asked on node 0."""
         ...
 
-    def verdict(self, stalls: bool) -> Optional[Fault]:
+    def tell(self, beat: bool, /) -> None:
+        """Tell the other nodes what the loop does not. `beat`: whether a beat was due in this turn."""
+        ...
+
+    def find_cause(self, stalls: bool) -> Optional[Fault]:
         """Return what ends the job, if the judge knows it. `stalls`: whether to look for a hang, too. Asked on node 0."""
         ...
 
-    def end_turn(self, beat: bool, /) -> Optional[int]:
-        """Do what else is due, and return the exit code if this was the last turn. `beat`: whether node 0 was told."""
+    def end_turn(self) -> Optional[int]:
+        """Return the exit code if this was the last turn."""
         ...
 
 
@@ -64,7 +68,7 @@ class Loop:
 
     def run(self, policy: Policy) -> int:
         """Watch until the policy ends it; return the exit code that it gives."""
-        told = 0.0
+        last_beat = 0.0
         while True:
             for node, message in self.messages():
                 self._hear(node, message, policy)
@@ -72,18 +76,19 @@ class Loop:
                 worker.look()
                 policy.look_at(worker)
             now = time.monotonic()
-            beat = now - told >= self.beat_seconds
+            beat = now - last_beat >= self.beat_seconds
             if beat:
-                told = now
+                last_beat = now
                 self._beat(policy)
+            policy.tell(beat)
             if not self.connection:
-                self._decide(policy.verdict(stalls=beat))
-            code = policy.end_turn(beat)
+                self._decide(policy.find_cause(stalls=beat))
+            code = policy.end_turn()
             if code is not None:
                 return code
 
-    def begin_again(self) -> None:
-        """Forget what was wrong, as the workers are about to be started again."""
+    def forget(self) -> None:
+        """Forget what was wrong and who has finished, as another attempt begins, or another node leads."""
         self.verdict = None
         self.judge = Judge(self.ranks)
         self.finished = set()
@@ -156,7 +161,7 @@ class Loop:
             self.judge.accuse(fault)
 
     def blame(self, node: int, text: str) -> None:
-        """Take a lost node for the cause that ends the job, as `text` says, unless it has finished or the job stops."""
+        """Remove a lost node. Unless it had finished or the job stops, this ends the job, as `text` says."""
         if self.hub:
             self.hub.remove(node)
         if self.stop_signal or node in self.finished:

@@ -43,12 +43,12 @@ class Parent:
         if here.num_nodes > 1:
             supervisor.warn_if_unprotected()
             others = hub.Hub(hub.listen(here.master_port), supervisor.hello, supervisor.say, supervisor.key)
+            self._loop.hub = others  # also if not all come: the doctor shows what the others have found
             try:
                 others.meet(supervisor.join_seconds)
             except UserError:
                 others.close()
                 raise
-            self._loop.hub = others
         return supervisor.send_go()
 
     def _meet_again(self) -> channel.Go:
@@ -56,7 +56,7 @@ class Parent:
         supervisor, loop = self._supervisor, self._loop
         supervisor.attempt += 1
         supervisor.say(f"restart {supervisor.attempt} of {supervisor.max_restarts} from the last checkpoint")
-        loop.begin_again()
+        loop.forget()
         ready: set[int] = set()
         deadline = time.monotonic() + supervisor.join_seconds
         while time.monotonic() < deadline:
@@ -107,10 +107,13 @@ class Parent:
     def others_finished(self) -> bool:
         return len(self._loop.finished) == self._loop.nodes - 1
 
-    def verdict(self, stalls: bool) -> Optional[Fault]:
+    def tell(self, _beat: bool) -> None:
+        """Do nothing: the others need know no more than the loop tells them."""
+
+    def find_cause(self, stalls: bool) -> Optional[Fault]:
         return None if self._loop.stop_signal else self._loop.judge.verdict(stalls)
 
-    def end_turn(self, _beat: bool) -> Optional[int]:
+    def end_turn(self) -> Optional[int]:
         loop = self._loop
         if loop.verdict:
             return self._supervisor.carry_out(loop.verdict)

@@ -27,7 +27,7 @@ from common.machine import cores, malloc
 from common.world import World, naming, network
 
 KILLED_SECONDS = 10  # how long killed workers may take to end; a worker that the kernel blocks does not end
-AGAIN = -1  # in place of an exit code: the workers are to be started again
+AGAIN = -1  # what train() returns in place of an exit code, if the workers are to be started again
 GRACE_SECONDS = 25  # from a stop signal until the workers are killed; platforms allow 30
 
 

@@ -49,23 +49,27 @@ class Watcher:
         self._loop.blame(node, f"rank {node} {how}")
 
     def look_at(self, worker: Worker) -> None:
+        self._obey()
         if not self.own_finished():
             self._loop.report(worker)
 
     def own_finished(self) -> bool:
-        """Whether the rank has finished. So it has after a stop signal: the ranks have agreed at which step all stop."""
+        """Whether the rank has ended as it should, also by a signal, on which all stop at one step; or says why it has not."""
         code = self._worker.code
         return code in (0, *STOP_SIGNALS.values()) or (self._says_why and code is not None and code >= 0)
 
     def others_finished(self) -> bool:
         return len(self._loop.finished) == self._loop.nodes - 1
 
-    def verdict(self, stalls: bool) -> Optional[Fault]:
+    def tell(self, _beat: bool) -> None:
+        """Do nothing: the others need know no more than the loop tells them."""
+
+    def find_cause(self, stalls: bool) -> Optional[Fault]:
         """Return what ends the job. Only the training of a single rank is timed: nobody waits for it."""
         is_timed = self._loop.ranks > 1 or self._worker.last[0] in heartbeat.STEP_PHASES
         return self._loop.judge.verdict(stalls and is_timed)
 
-    def end_turn(self, _beat: bool) -> Optional[int]:
+    def end_turn(self) -> Optional[int]:
         verdict = self._loop.verdict
         if self._worker.code is not None:
             self._ended = self._ended or time.monotonic()
@@ -74,7 +78,6 @@ class Watcher:
         if verdict and not self._warn(verdict):
             self._carry_out(verdict)
             return verdict["code"]
-        self._obey()
         return None
 
     def _warn(self, verdict: Fault) -> bool:
@@ -86,7 +89,7 @@ class Watcher:
             print(f"warning: {self._loop.line(verdict)}", file=sys.stderr, flush=True)
         self._warned = worker.last
         worker.reported = False
-        self._loop.begin_again()
+        self._loop.forget()
         return True
 
     def _may_leave(self, seconds: float) -> bool:

@@ -20,7 +20,7 @@ class Generation(TypedDict):
     ranks: list[int]
     writes: int  # the rank that writes the files
     lighthouse: str  # where its members meet
-    why: str  # the one before has ended
+    why: str  # the generation before it ended
     stop: bool  # whether the run is to end
     changes: list[list]  # [number, why] of the latest generations
     nodes: list[list]  # [node, address, port at which it listens if it has to lead]

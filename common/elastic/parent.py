@@ -49,10 +49,10 @@ class ElasticParent:
         self.causes: list[str] = []  # what has happened since the last generation, for the log
         self._lost_workers: list[str] = []  # how this node has lost workers, for the log
         self.ends: Optional[float] = None  # since when the workers save and end, because the run cannot go on
-        self._told: Optional[int] = None  # the signal by which the platform takes this node away, or stops the job
+        self._own_signal: Optional[int] = None  # the signal by which the platform takes this node away, or stops the job
         self._may_leave = False  # whether this node may end on that signal, as the others go on
         self._excluded = ""  # why the others go on without this node
-        self._told_leader: Optional[NodeReport] = None  # what the leader was last told of the workers of this node
+        self._last_report: Optional[NodeReport] = None  # what the leader was last told of the workers of this node
 
     @property
     def _loop(self) -> Loop:
@@ -96,16 +96,17 @@ class ElasticParent:
     def _meet_others(self) -> None:
         self.supervisor.warn_if_unprotected()
         others = self._new_hub(hub.listen(self.supervisor.here.master_port))
+        self._loop.hub = others  # also if not all come: the doctor shows what the others have found
         try:
             others.meet(self.supervisor.join_seconds)
         except greeting.Elsewhere as elsewhere:
             others.send(elsewhere=list(elsewhere.args))
             others.close()
+            self._loop.hub = None
             raise
         except UserError:
             others.close()
             raise
-        self._loop.hub = others
         self.address = others.address()
 
     def _new_hub(self, listener: socket.socket) -> hub.Hub:
@@ -150,7 +151,7 @@ class ElasticParent:
     def on_signal(self, number: int, _frame: object) -> None:
         if not self._loop.workers:
             sys.exit(STOP_SIGNALS[signal.Signals(number)])
-        self._told = self._told or int(number)
+        self._own_signal = self._own_signal or int(number)
 
     def hear(self, node: int, message: channel.Message) -> None:
         if "here" in message and self._leader:
@@ -172,7 +173,7 @@ class ElasticParent:
         """End and forget a worker that is lost to this run alone; report one whose fault another would have, too."""
         if self.generation["number"] == 0 or self._loop.stop_signal or self.ends is not None:
             if worker.was_stopped() and not worker.reported:
-                self._told = self._told or signal.SIGTERM
+                self._own_signal = self._own_signal or signal.SIGTERM
             self._loop.report(worker)
             return
         fault = worker.fault(self._loop.home)
@@ -215,20 +216,17 @@ class ElasticParent:
         there = set(self._loop.hub.connections) if self._loop.hub else set()
         return self._loop.finished >= there & self.nodes_of(self.generation["ranks"])
 
-    def verdict(self, stalls: bool) -> Optional[Fault]:
+    def find_cause(self, stalls: bool) -> Optional[Fault]:
         if self._loop.stop_signal or self.ends is not None:
             return None
         return self._loop.judge.verdict(stalls and self.generation["number"] > 0)
 
-    def end_turn(self, beat: bool) -> Optional[int]:
-        if self._loop.verdict:
-            return self.supervisor.carry_out(self._loop.verdict)
-        self._tell(beat)
+    def tell(self, beat: bool) -> None:
+        self._report_workers(beat)
         if self._leader:
             self._leader.lead(time.monotonic())
-        return self._exit_code()
 
-    def _tell(self, beat: bool) -> None:
+    def _report_workers(self, beat: bool) -> None:
         """Tell the leader, at each `beat` or change, what the workers do, and at each beat whether this node is to stop."""
         loop = self._loop
         mine: NodeReport = {
@@ -238,23 +236,25 @@ class ElasticParent:
         }
         if self._leader:
             self._leader.hear(self.node, mine)
-            if self._told:
-                self._leader.told_to_stop(self.node, self._told)
+            if self._own_signal:
+                self._leader.told_to_stop(self.node, self._own_signal)
         elif loop.connection:
-            if beat and self._told:
-                loop.connection.tell(stop=self._told)
-            if beat or mine != self._told_leader:
+            if beat and self._own_signal:
+                loop.connection.tell(stop=self._own_signal)
+            if beat or mine != self._last_report:
                 loop.connection.tell(here=mine)
-        self._told_leader = mine
+        self._last_report = mine
 
-    def _exit_code(self) -> Optional[int]:
+    def end_turn(self) -> Optional[int]:
         """Return the exit code if this node ends now, and log a failure; else None. Pass a stop signal on to the workers."""
         workers = self._loop.workers
+        if self._loop.verdict:
+            return self.supervisor.carry_out(self._loop.verdict)
         if self._excluded:
             report_failure(self._excluded)
             return 1
-        if self._told and self._may_leave:
-            number = signal.Signals(self._told)
+        if self._own_signal and self._may_leave:
+            number = signal.Signals(self._own_signal)
             self.supervisor.say(f"{number.name}: this node leaves, and the others go on")
             return STOP_SIGNALS[number]
         if self.ends is not None:
@@ -322,7 +322,7 @@ class ElasticParent:
             if node == self.node:
                 loop.hub = self._new_hub(self._listener)
                 loop.hub.mark_complete()
-                loop.begin_again()
+                loop.forget()
                 self._leader = Leader(self, after=lost, silent=silent)
                 self._led_by = node
                 return
@@ -330,6 +330,6 @@ class ElasticParent:
                 with contextlib.suppress(UserError):
                     loop.connection, *_ = greeting.join(address, port, supervisor.hello, 0, supervisor.say, supervisor.key)
                     self._led_by = node
-                    self._told_leader = None
+                    self._last_report = None
                     return
         loop.verdict = cause("; ".join(self.causes), restart=False)

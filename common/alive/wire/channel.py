@@ -33,7 +33,7 @@ class _Start(TypedDict):
 
 
 class Go(_Start, total=False):
-    """Node 0's word to the others that the workers are to be started."""
+    """Node 0's message that starts the workers of all nodes."""
 
     more: dict[str, int]  # in an elastic job: which node leads (elastic/greeting.py)
 

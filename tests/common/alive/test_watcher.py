@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from pathlib import Path
 
@@ -16,8 +17,10 @@ import pytest
 
 from common import files
 from common.alive import heartbeat, watcher, worker
+from common.alive.wire import hub
 from common.ranks import collectives, group
 from common.world import World
+from tests.common.alive.wire import test_strangers as strangers
 from tests.tools.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, run, run_job, saved, wait_for
 from tests.tools.ranks import changed_loader, processes_of
 
@@ -232,6 +235,34 @@ def test_of_a_rank_that_hangs_the_stack_and_the_line_below_it_go_to_stderr(tmp_p
     line = r"error: rank 0 has made no progress for \d+ s after step 3, in phase step"
     assert out == "" and re.fullmatch(rf"its stack\n{line}\n", err), (out, err)
     assert ended == [1]
+
+
+def test_a_rank_that_ends_as_soon_as_it_has_asked_to_be_watched_is_named_by_the_watchers(tmp_path):
+    """Its order and its end are seen in one turn: its watcher connects, and then says what has happened."""
+    with hub.listen(0) as listener:
+        first = hub.Hub(listener, strangers.hello(0), print, strangers.KEY)
+        port = listener.getsockname()[1]
+        orders = [{"address": "127.0.0.1", "port": port, "hello": strangers.hello(1), "key": strangers.KEY.hex()}]
+        rank = worker.Worker(1, str(tmp_path / "worker"))
+        rank.process = types.SimpleNamespace(
+            pid=os.getpid(), poll=lambda: -9, order=lambda seconds: orders.pop() if orders else None, end=lambda code: None
+        )
+        here = World("mpi", "", "process", 0, 1, 1, 2, 0, 2)
+        other = watcher.Watcher(here, rank, lambda since, why: None, says_why=False)
+        thread = threading.Thread(target=other.run, daemon=True)
+        thread.start()
+        first.meet(30)
+        first.send(go={"attempt": 0, "address": "127.0.0.1", "port": 1})
+        faults = []
+        while not faults:
+            heard = first.poll(5)
+            assert heard and None not in dict(heard).values(), "the rank was not named"
+            faults = [message["fault"] for _, message in heard if "fault" in message]
+        assert re.match(r"rank 1 \(host .*SIGKILL", faults[0]["text"])
+        first.send(verdict=faults[0])
+        thread.join(30)
+        assert not thread.is_alive()
+        first.close()
 
 
 FAILS = """

@@ -180,6 +180,21 @@ def test_nodes_and_ranks_that_are_missing_or_whose_master_is_closed(tmp_path):
         assert "firewall" in closed["master"][2]
 
 
+def test_what_a_node_has_found_is_shown_although_another_does_not_come(tmp_path):
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "3",
+        "ANYRANK_SECRET": "a secret of the test",
+    }
+    words = [*command("train_ddp", *WITHOUT_LEDGER, *DOCTOR)[1:], "--doctor_seconds", 6, "--output_dir", tmp_path / "out"]
+    first, _ = forked(words, tmp_path, *({**shared, "RANK": rank} for rank in ("0", "1")))
+    assert faults(first.stdout)["ranks"][1].startswith("node 0: node 2 (rank 2) did not come")
+    assert [where for _, where, _ in lines(first.stdout)["clock"]] and re.search(
+        r"^good +clock +node 1: ", first.stdout, re.MULTILINE
+    )
+
+
 # faketime does not know the sleep of newer Pythons, which asks for an absolute time of the clock that it leaves alone.
 SLEEP = "import select, time\ntime.sleep = lambda seconds: select.select([], [], [], seconds)\n"
 
