@@ -17,6 +17,7 @@ from typing import Any, Callable, NoReturn, Optional
 
 from common import moments, packages, progress
 from common.alive import heartbeat
+from common.alive.stops import STOPS
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, report_failure
 from common.files import write_atomically
 from common.secrets import mask
@@ -88,6 +89,15 @@ _is_running = False  # whether run_job() has been called in this process
 
 def is_running() -> bool:
     return _is_running
+
+
+def begin_in_notebook() -> None:
+    """Make this process fit for a Run in a notebook. What a job does to its process, such as having it watched, is left out."""
+    global _is_running
+    STOPS.forget()
+    if not _is_running:
+        _is_running = True
+        moments.listen(_WriteTheReport())
 
 
 def run_job(main: Callable[[], None]) -> None:

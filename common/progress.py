@@ -1,5 +1,6 @@
-"""The progress of long work: a bar on a terminal, a line every ten seconds in a log, a message to processes that wait."""
+"""The progress of long work: a bar on a terminal or in a notebook, a line every ten seconds in a log, a message to waiters."""
 
+import builtins
 import os
 import sys
 import threading
@@ -108,8 +109,14 @@ def _of(done: int, total: Optional[int]) -> str:
     return str(done) if total is None else f"{done} of {total}"
 
 
+def in_notebook() -> bool:
+    """Whether this process runs the cells of a notebook, or the lines of IPython on a terminal."""
+    return hasattr(builtins, "__IPYTHON__") and not hasattr(sys.modules["__main__"], "__file__")
+
+
 def bar(**options: Any) -> Any:
-    if not sys.stderr.isatty() or not packages.there(packages.BAR):
+    is_seen = sys.stderr.isatty() or in_notebook()
+    if not is_seen or not packages.there(packages.BAR):
         return None
     return sys.modules["tqdm"].tqdm(**options)
 

@@ -32,7 +32,7 @@ from torch.utils.data import default_collate
 
 from common import arguments, devices, progress
 from common.errors import UserError
-from common.job import is_running, run_job
+from common.job import begin_in_notebook, is_running, run_job
 from common.ranks import group, norms
 from common.ranks.collectives import reduce
 from common.run import Run, Scores, TrainLoader
@@ -46,9 +46,13 @@ def start(doc: Optional[str], options: Optional[Callable[[arguments.Parser], obj
 
     `doc`: what --help says; `options(parser)`: adds options of the script; `defaults`: of any option, such as epochs=20.
     The script then runs from its first line again, within run_job(), which turns errors into lines and exit codes: call start()
-    before anything that takes long.
+    before anything that takes long. In a notebook, which has no options but `defaults`, the cell goes on, on one device.
     """
-    if not is_running():
+    if progress.in_notebook():
+        begin_in_notebook()
+        sys.argv = ["notebook"]  # in place of the kernel's
+        defaults.setdefault("nproc_per_node", 1)
+    elif not is_running():
         run_job(_run_the_script)
         sys.exit(0)
     parser = arguments.general_parser(doc, data="is not used, unless the script does", workers=0)
@@ -62,6 +66,8 @@ def start(doc: Optional[str], options: Optional[Callable[[arguments.Parser], obj
             raise TypeError(f"start({name}=...): there is no option --{name}; add one of your own by options=")
     parser.set_defaults(**defaults)
     args = arguments.parse(parser)
+    if progress.in_notebook():
+        _require_one_process(args)
     group.start_workers(args)
     device = devices.choose(args)
     group.join(args, device)
@@ -87,7 +93,17 @@ def _require_a_script() -> None:
         raise UserError("start() needs a script that is started by its path: python my_script.py, and not python -m")
     path = getattr(main, "__file__", "")
     if not path or not os.path.exists(sys.argv[0]) or not os.path.samefile(path, sys.argv[0]):
-        raise UserError("start() needs a script in a file of its own: python my_script.py, and no notebook")
+        raise UserError("start() needs a script in a file of its own, python my_script.py, or a cell of a notebook")
+
+
+def _require_one_process(args: argparse.Namespace) -> None:
+    """Raise UserError unless a notebook trains on one device; end the group of its Run before, if there is one."""
+    if args.world.world_size > 1 or args.max_restarts:
+        raise UserError(
+            "a notebook trains on one device: leave out --nproc_per_node and --max_restarts, or write the cells to a script"
+        )
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 class Job:

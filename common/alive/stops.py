@@ -19,6 +19,11 @@ class Stops:
         self._obey: Any = None
         self._counts: Any = None
 
+    def forget(self) -> None:
+        """Forget a signal that a Run before this one has obeyed, in a process that it has not ended: that of a notebook."""
+        self.noted = 0
+        self.may_end = False
+
     def listen(self, obey: Callable[[int], Any], counts: Optional[Callable[[], Any]] = None) -> None:
         """Handle the stop signals from here on. `obey(number)` saves and ends the process; `counts()` returns whether a
         signal that has come is meant for the run; None: each one is."""

@@ -122,8 +122,13 @@ def _not_writable(folder: str, error: OSError) -> Exception:
     return of_a_file(error, f"cannot write to {folder}: {error.strerror}; give another --output_dir")
 
 
+_locked: set[str] = set()  # by this process: a second Run of it goes on in the folder of the first
+
+
 def lock(folder: str) -> None:
     """Lock the folder until this process ends, if the disk has locks; UserError if another job holds it for LOCK_SECONDS."""
+    if folder in _locked:
+        return
     try:
         file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -134,6 +139,7 @@ def lock(folder: str) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.register_at_fork(after_in_child=functools.partial(_let_go, [file]))
+            _locked.add(folder)
             return
         except BlockingIOError:
             waited = time.monotonic() - began
@@ -149,6 +155,7 @@ def lock(folder: str) -> None:
 
 def _let_go(held: list[int]) -> None:
     """Close the lock file in a forked process, such as a loader worker, which would keep the lock if it outlived its parent."""
+    _locked.clear()
     while held:
         os.close(held.pop())
 

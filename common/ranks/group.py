@@ -159,8 +159,10 @@ def _alike(args: argparse.Namespace) -> dict[str, str]:
 
 
 def code_digest(job: str, root: Path = ROOT) -> str:
-    """Return a digest of the job and of our modules below `root` with their paths, so that a node with old code is noticed."""
-    files = {os.path.basename(job): Path(job)}  # a bundled job holds its modules
+    """Return a digest of the job and of our modules below `root` with their paths, so that a node with old code is noticed.
+
+    A bundled job holds its modules, and the cells of a notebook are in no file."""
+    files = {os.path.basename(job): Path(job)} if os.path.isfile(job) else {}
     for folder in FOLDERS:
         paths = [path for path in (root / folder).rglob("*.py") if path.parent.name != "__pycache__"]
         files.update({path.relative_to(root).as_posix(): path for path in paths})

@@ -17,7 +17,7 @@ from typing import Any, Optional, Protocol
 import numpy as np
 import torch
 
-from common import VERSION, arguments, devices
+from common import VERSION, arguments, devices, progress
 from common.alive import heartbeat
 from common.checkpoints.parts import SavedParts
 from common.checkpoints.position import Position
@@ -64,6 +64,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def restart_command(args: argparse.Namespace, words: list[str], without: Collection[str] = ()) -> str:
     """Return the command to start this run again, with secrets hidden, without the platform's options and `without`."""
+    if progress.in_notebook():
+        return "run the cell again"
     launcher = shlex.split(os.environ.get(LAUNCHER, ""))
     kept = []
     taken = iter(launcher or words)
