@@ -10,6 +10,7 @@ The same sources give the same bytes.
 """
 
 import argparse
+import ast
 import hashlib
 import os
 import re
@@ -31,8 +32,10 @@ from launch.options import missing_job, new_parser, run_for_exit_code, split_wor
 
 LOADER = "launch/bundle/importer.py"
 
-# The line by which a job finds the repository, and what a bundle has in its place.
+# The line by which a job finds the repository, and what a bundle of one file has in its place. A script that pip's anyrank
+# finds its modules for has no such line; a bundle has one above the first import of ours.
 FINDS_THE_REPOSITORY = re.compile(r"^sys\.path\.insert\(0, .*$", re.MULTILINE)
+FINDS_ITS_FOLDER = "sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))"
 FINDS_ITSELF = (
     f"BUNDLE = {{}}; exec(open(__file__, encoding='utf-8').read().split('\\n# ==== {LOADER} ')[1].split(\"'''\")[1], BUNDLE); "
     "sys.meta_path.insert(0, BUNDLE['Bundle'](__file__))  # the modules are below"
@@ -66,17 +69,19 @@ def bundle(job: Union[str, Path], wanted: Collection[str] = features.FEATURES) -
     places = modules_of(job, without=stubs)
     if not places and "torch" in imports.packages_in(job):
         return f"{text}\n\n# {MADE_BY} of anyrank {VERSION}: {job.name} needs no other file.\n"
-    if len(FINDS_THE_REPOSITORY.findall(text)) != 1:
-        raise UserError(f"{one_line(job)} is no job: it lacks the line sys.path.insert(0, ...) that jobs/train.py has")
+    if not places or len(FINDS_THE_REPOSITORY.findall(text)) > 1:
+        raise UserError(f"{one_line(job)} is no job: it imports nothing of anyrank, or changes sys.path more than once")
     files = [*sorted([*places, *stubs]), LOADER]
-    sources = {file: stubs.get(file) or (imports.ROOT / file).read_text(encoding="utf-8") for file in files}
+    sources = {file: stubs.get(file) or imports.path_of(file).read_text(encoding="utf-8") for file in files}
     digest = hashlib.sha256("\0".join([text, *(f"{place}\0{source}" for place, source in sources.items())]).encode())
     parts = [
-        FINDS_THE_REPOSITORY.sub(lambda _: FINDS_ITSELF, text),
+        FINDS_THE_REPOSITORY.sub(lambda _: FINDS_ITSELF, _with_the_line(text)),
         f"\n\n# The modules that {job.name} imports, unchanged or left out. {MADE_BY} of anyrank {VERSION}.\n"
         f"# Digest of the sources: {digest.hexdigest()}\n",
     ]
-    if beside := [path for place in places for path in imports.files_beside(imports.ROOT / place)] + imports.files_beside(job):
+    if beside := [path for place in places for path in imports.files_beside(imports.path_of(place))] + imports.files_beside(
+        job
+    ):
         raise UserError(
             f"{one_line(beside[0])} is read by a module in its folder, and one file cannot hold both: give --folder FOLDER"
         )
@@ -85,6 +90,15 @@ def bundle(job: Union[str, Path], wanted: Collection[str] = features.FEATURES) -
             raise UserError(f"{place} cannot be bundled: it has three single quotes in a row, or no line end at its end")
         parts.append(f"\n# ==== {place} {'=' * (120 - len(place))}\nr'''\n{source}'''\n")
     return "".join(parts)
+
+
+def _with_the_line(text: str) -> str:
+    """Return the text of a job with a line by which it finds our modules, if it imports some and has none."""
+    first = next((node.lineno for node in ast.parse(text).body if imports.is_of_ours(node)), None)
+    if first is None or FINDS_THE_REPOSITORY.search(text):
+        return text
+    lines = text.splitlines(keepends=True)
+    return "".join([*lines[: first - 1], f"import os\nimport sys\n\n{FINDS_ITS_FOLDER}\n", *lines[first - 1 :]])
 
 
 def write_folder(
@@ -99,7 +113,7 @@ def write_folder(
     `wanted`: as of bundle(); `also`: packages to ask for, besides those that the job imports.
     """
     job, out = Path(job), Path(out)
-    _read_and_check_job(job)
+    text = _with_the_line(_read_and_check_job(job))
     ours = (out / MARKER).is_file()
     if out.exists() and any(out.iterdir()) and not (overwrite and ours):
         remedy = ", or --overwrite true" if ours else "; launch bundle replaces only what it has written"
@@ -107,18 +121,19 @@ def write_folder(
     if out.resolve() in job.resolve().parents:
         raise UserError(f"{one_line(job)} is in {one_line(out)}, which the bundle replaces: give another folder")
     stubs = features.stubs(job, wanted)
-    places = {f"jobs/{job.name}": job, **{place: imports.ROOT / place for place in modules_of(job, without=stubs)}}
+    places = {f"jobs/{job.name}": job, **{place: imports.path_of(place) for place in modules_of(job, without=stubs)}}
     for place, path in list(places.items()):
         beside = imports.files_beside(path)
         places.update({str(Path(place).parent / file.relative_to(path.parent)): file for file in beside})
+    del places[f"jobs/{job.name}"]
     packages = requirements.text(job.resolve(), also)
-    written = {**stubs, **dict.fromkeys(requirements.NAMES, packages)}
+    written = {**stubs, f"jobs/{job.name}": text, **dict.fromkeys(requirements.NAMES, packages)}
     size = sum(path.stat().st_size for path in places.values()) + sum(len(text) for text in written.values())
     folders = {str(parent) for place in (*places, *written) for parent in Path(place).parents} - {"."}
     limits = [
         (size, MOST_BYTES, "bytes"),
         (len(places) + len(written) + len(folders), MOST_FILES, "files and folders"),
-        (max(place.count("/") + 1 for place in places), DEEPEST, "levels of folders"),
+        (max(place.count("/") + 1 for place in [*places, *written]), DEEPEST, "levels of folders"),
     ]
     for count, most, what in limits:
         if count > most:

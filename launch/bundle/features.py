@@ -93,7 +93,7 @@ def _needed(job: Path, entries: Mapping[str, str]) -> set[str]:
     by_the_job = set(imports.names_in(job))
     imported = set(by_the_job)
     for file in imports.modules_of(job, without=entries):
-        imported.update(imports.names_in(imports.ROOT / file, at_once=True))
+        imported.update(imports.names_in(imports.path_of(file), at_once=True))
     needed = {entries[file] for name in imported for file in imports.files_of(name) if file in entries}
     used = {
         name for name in entries.values() if (package := FEATURES[name].used_by_jobs_as) and _any_is_in(package, by_the_job)

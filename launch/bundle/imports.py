@@ -14,9 +14,15 @@ from typing import Union
 from common.errors import UserError, one_line
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OURS = ("common", "datasets")
+OURS = ("common", "datasets", "anyrank")
+ANYRANK = "anyrank/__init__.py"  # where Python looks for what pip makes of launch/installed
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 READS_BESIDE = re.compile(r"\b(__file__|pkgutil|importlib\.resources|from importlib import resources)\b")
+
+
+def path_of(place: str) -> Path:
+    """Return where the file is that a bundle has at this place."""
+    return ROOT / ("launch/installed/__init__.py" if place == ANYRANK else place)
 
 
 def modules_of(job: Union[str, Path], without: Collection[str] = ()) -> list[str]:
@@ -31,14 +37,14 @@ def modules_of(job: Union[str, Path], without: Collection[str] = ()) -> list[str
             imported = itertools.takewhile(lambda file: file not in without, files_of(name))
             new = set(imported) - places
             places |= new
-            left += [ROOT / place for place in new]
+            left += [path_of(place) for place in new]
     return sorted(places)
 
 
 @functools.lru_cache(maxsize=1)
 def option_names(job: Union[str, Path]) -> list[str]:
     """Return each NAME for which the job or its modules have a string --NAME: the job's options, and a few other words."""
-    paths = [Path(job), *(ROOT / place for place in modules_of(job))]
+    paths = [Path(job), *(path_of(place) for place in modules_of(job))]
     return sorted({name for path in paths for text in _texts_in(path) for name in re.findall(r"^--([A-Za-z]\w*)", text)})
 
 
@@ -77,6 +83,13 @@ def names_in(path: Path, at_once: bool = False) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def is_of_ours(statement: ast.stmt) -> bool:
+    """Whether a module of ours is imported in this statement."""
+    inner = [node for node in ast.walk(statement) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = [node.module if isinstance(node, ast.ImportFrom) else alias.name for node in inner for alias in node.names]
+    return any(str(name).split(".")[0] in OURS for name in names)
+
+
 def _is_passed_over(node: ast.AST) -> bool:
     """Whether Python does not run what is inside, when it imports the file."""
     is_for_types = isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING"
@@ -84,16 +97,16 @@ def _is_passed_over(node: ast.AST) -> bool:
 
 
 def files_of(name: str) -> list[str]:
-    """Return the files of common or datasets that Python runs to import `name`, in order: its packages and the module."""
+    """Return our files that Python runs to import `name`, in order: its packages and the module."""
     words = name.split(".")
     paths = ["/".join(words[:count]) for count in range(1, len(words) + 1)] if words[0] in OURS else []
     places = [place for path in paths for place in (f"{path}.py", f"{path}/__init__.py")]
-    return [place for place in places if (ROOT / place).is_file()]
+    return [place for place in places if path_of(place).is_file()]
 
 
 def require_bundled_imports(job: Path) -> None:
     """Raise UserError for imports that a bundle would lack: from the job's folder, or from ROOT beside common and datasets."""
-    for path in (job, *(ROOT / place for place in modules_of(job))):
+    for path in (job, *(path_of(place) for place in modules_of(job))):
         for name in sorted({name.split(".")[0] for name in names_in(path)}):
             for folder in {job.parent.resolve(), ROOT}:
                 ours = folder == ROOT and name in OURS

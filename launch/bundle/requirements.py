@@ -7,7 +7,7 @@ that would bring another numpy. A job lists what it cannot train without; the re
 import importlib.metadata
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Union
 
@@ -48,7 +48,7 @@ def needed(job: Path) -> set[str]:
     """Return the import names of packages that the job cannot train without and that a platform's image may lack."""
     names = imports.packages_in(job)
     for place in imports.modules_of(job):
-        names |= imports.packages_in(imports.ROOT / place) - OF_OURS
+        names |= imports.packages_in(imports.path_of(place)) - OF_OURS
     imported = [f"{name}." for name in imports.names_in(job)]
     names |= {name for module, name in OF_JOBS.items() if any(dotted.startswith(f"{module}.") for dotted in imported)}
     return names - OF_AN_ENGINE
@@ -64,7 +64,16 @@ def package_of(name: str) -> str:
 
 def wanted(package: str) -> str:
     """Return a package's line, with its lowest version, from requirements.txt or pyproject.toml; else its name."""
-    for file, line in (("requirements.txt", rf"^({package}[>=;].*)$"), ("pyproject.toml", rf'"({package}>=[^"]*)"')):
-        if found := re.search(line, (ROOT / file).read_text(), re.MULTILINE):
-            return found[1]
+    for line in _lines_of_ours():
+        if re.match(rf"{package}[>=;]", line):
+            return line
     return package
+
+
+def _lines_of_ours() -> Iterator[str]:
+    """Yield the lines of requirements.txt and of the extras, also where pip has installed the project without these files."""
+    if (ROOT / "requirements.txt").is_file():
+        yield from (ROOT / "requirements.txt").read_text().splitlines()
+        yield from re.findall(r'"([\w-]+>=[^"]*)"', (ROOT / "pyproject.toml").read_text())
+    else:
+        yield from (line.partition(";")[0].rstrip() for line in importlib.metadata.requires("anyrank") or [])

@@ -47,6 +47,7 @@ FLOORS = [
         "launch.doctor",
         "launch.export",
         "launch.image",
+        "launch.installed",
         "launch.kspeed",
         "launch.local",
         "launch.report",

@@ -1,0 +1,63 @@
+"""The module `anyrank`, where pip has installed this project. The command of that name is main().
+
+    from anyrank import start, Run, run_job        in a script anywhere
+    anyrank submit my_script.py                    for python -m launch submit my_script.py
+
+It lets Python find the folders common, datasets and launch; a program can have no other packages of these names.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from common.job import run_job
+    from common.run import Run
+    from common.start import start
+
+__all__ = ["Run", "run_job", "start"]
+
+_MODULES = {"start": "common.start", "Run": "common.run", "run_job": "common.job"}
+_HERE = Path(__file__).resolve().parent
+
+
+def _find_ours() -> None:
+    """Let Python find our packages. They are in this folder, beside it in a bundle, or above it in the repository."""
+    for folder in (_HERE, _HERE.parent, _HERE.parent.parent):
+        if (folder / "common" / "packages.py").is_file():
+            for name in ("common", "datasets", "launch"):
+                _require_no_other(name, folder)
+            sys.path.insert(0, str(folder))
+            return
+
+
+def _require_no_other(name: str, ours: Path) -> None:
+    imported = getattr(sys.modules.get(name), "__path__", None)
+    script = Path(sys.path[0]).resolve()
+    if imported is not None and str(ours / name) not in imported:
+        other = next(iter(imported), "a package")
+    elif script != ours and ((script / name / "__init__.py").exists() or (script / f"{name}.py").exists()):
+        other = str(script / name)
+    else:
+        return
+    remedy = "rename it"
+    if name == "datasets":
+        remedy = (
+            "if it is Hugging Face's, write what load_dataset() gives to files in another script, and read them in this one"
+        )
+    raise ImportError(f"anyrank has a package called {name}, and so has this program, {other}: {remedy}")
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for only then: torch takes seconds, and the command does not always need it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'anyrank' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def main() -> int:
+    return importlib.import_module("launch.__main__").main(sys.argv[1:])
+
+
+_find_ours()
