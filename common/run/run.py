@@ -313,7 +313,7 @@ class Run:
             raise TypeError(
                 f"run.steps() was given a {type(loader).__name__}, which does not say which samples it gives, so a restart "
                 "would repeat some: give it SampleLoader(data_set, train_sampler, device) of datasets.loader, which takes "
-                "any data set and a collate_fn (docs/your_own.md)"
+                "any data set and a collate_fn (docs/your_script.md)"
             )
         if self.parts.restored and self.position.consumed:
             self._restore_once_more(*self.parts.restored)

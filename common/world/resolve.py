@@ -54,7 +54,7 @@ def advice_for_several_devices(job: str) -> str:
     """Return what to do with a job, named as its file without .py, that trains on one device where there are several."""
     if job in ("train", "train_amp", "train_dali", "train_dp", "train_dpex", "train_exact", "train_restore", "speedrun"):
         return "start train_ddp.py instead"
-    return "add the lines of docs/your_own.md, On every GPU of every node"
+    return "add the lines of docs/your_script.md, On every GPU of every node"
 
 
 def resolve(args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str, launcher: str = "") -> World:

@@ -30,7 +30,7 @@ def required_arch(weights: dict, arch: Optional[str], path: str) -> Optional[str
     if arch is None:
         raise UserError(
             f"{one_line(path)} does not say of which network it is: give --arch NAME if it is torchvision's; one of your own "
-            "is exported by your own program (docs/your_own.md)"
+            "is exported by your own program (docs/export.md)"
         )
     return arch
 

@@ -1,4 +1,4 @@
-"""docs/your_own.md: what it quotes or copies are the files of tests/examples, its changes fit the jobs, its commands train."""
+"""docs/your_script.md, your_own.md and platforms.md: they quote and copy files of tests/examples, and what they change and start trains."""
 
 import ast
 import json
@@ -6,7 +6,6 @@ import re
 import shutil
 import struct
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from tests.tools.ranks import fork_ranks
 from tests.tools.worlds import resolve
 
 EXAMPLES = ROOT / "tests" / "examples"
-PAGE = (ROOT / "docs" / "your_own.md").read_text()
+PAGE = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("your_script", "your_own", "platforms"))
 PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 COPIES = re.findall(r"^    cp (tests/.*) (\S+)/$", PAGE, re.MULTILINE)  # (files, where they go)
 IN_PLACE = re.findall(r"^    cp jobs/my_data.py jobs/(\w+).py +# and (\w+) in place of own_data", PAGE, re.MULTILINE)
@@ -115,11 +114,6 @@ def test_the_page_quotes_the_example_line_for_line_or_says_where_it_goes(path):
     if path.name == "own_platform.py":  # the page puts it where `node` is
         text = text.replace("from common.world.rules import node\n\n\n", "")
     assert PYTHON.count(text) == 1
-
-
-def test_the_loop_that_the_page_shows_is_that_of_the_example():
-    (loop,) = [code for code in PYTHON if code.startswith("run = Run(")]
-    assert textwrap.indent(loop, "    ") in (EXAMPLES / "own_script.py").read_text()
 
 
 def test_a_network_of_your_own(house, tmp_path):

@@ -281,9 +281,12 @@ SCRIPTS = {
 }
 
 
-def as_a_job(name):
-    text, changes = SCRIPTS[name]
+def replaced(text, changes):
     for old, new in changes:
-        assert text.count(old) == 1, (name, old, text.count(old))
+        assert text.count(old) == 1, (old, text.count(old))
         text = text.replace(old, new)
     return text
+
+
+def as_a_job(name):
+    return replaced(*SCRIPTS[name])

@@ -77,7 +77,7 @@ def test_every_form_that_platforms_use(argv, name, value):
         (["train"], ["'train' belongs to no option"]),
         (
             ["--nproc_per_node", "2"],
-            ["--nproc_per_node is for jobs of several devices", "trains on one: add the lines of docs/your_own.md"],
+            ["--nproc_per_node is for jobs of several devices", "trains on one: add the lines of docs/your_script.md"],
         ),
         (["--zzz", "1", "2"], ["'2' belongs to no option"]),
         (["--custom_data", "/data"], ["'/data' belongs to no option"]),

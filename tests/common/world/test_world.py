@@ -259,7 +259,7 @@ def test_the_command_line_of_a_launcher_need_not_be_utf_8(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "job, words", [("train_amp", "start train_ddp.py instead"), ("mine", "add the lines of docs/your_own.md, On every GPU")]
+    "job, words", [("train_amp", "start train_ddp.py instead"), ("mine", "add the lines of docs/your_script.md, On every GPU")]
 )
 def test_a_job_of_one_device_that_was_started_as_several_says_what_to_do(job, words):
     args = types.SimpleNamespace(

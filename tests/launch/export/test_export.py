@@ -333,8 +333,8 @@ def test_the_readme_has_a_program_that_answers(folders, photographs, tmp_path, n
 
 
 def test_the_page_has_a_program_that_answers(folders, photographs, monkeypatch, capsys, tmp_path):
-    """docs/your_own.md, run in the folder, with a photograph in it."""
-    page = (ROOT / "docs" / "your_own.md").read_text()
+    """docs/export.md, run in the folder, with a photograph in it."""
+    page = (ROOT / "docs" / "export.md").read_text()
     (program,) = [text for text in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "preprocess" in text]
     (tmp_path / "dist").mkdir()
     (tmp_path / "dist" / "export").symlink_to(folders["photos", "torch"])
