@@ -15,7 +15,7 @@ import threading
 import traceback
 from typing import Any, Callable, NoReturn, Optional
 
-from common import moments, packages, progress
+from common import files, moments, packages, progress
 from common.alive import heartbeat
 from common.alive.stops import STOPS
 from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, report_failure
@@ -94,10 +94,26 @@ def is_running() -> bool:
 def begin_in_notebook() -> None:
     """Make this process fit for a Run in a notebook. What a job does to its process, such as having it watched, is left out."""
     global _is_running
-    STOPS.forget()
     if not _is_running:
         _is_running = True
         moments.listen(_WriteTheReport())
+        progress.ipython().events.register("post_run_cell", _end_cell)
+
+
+def _end_cell(result: Any) -> None:
+    """Announce how a cell has ended, as run_job() announces how `main` has, and give the stop signals back."""
+    error = result.error_before_exec or result.error_in_exec
+    try:
+        if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
+            moments.announce("failure", error)
+        if error is None:
+            moments.announce("paused")
+        else:
+            moments.announce("returned", 1)
+    finally:
+        STOPS.cease()
+        if error is not None:
+            files.release()
 
 
 def run_job(main: Callable[[], None]) -> None:

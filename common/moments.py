@@ -16,6 +16,7 @@ A listener is an object with a method for each moment that it needs:
     written(folder, write)       rank 0 has written files of the report; `write(name, content)` adds an optional file
     killed(args, since, why)     the watcher or parent of rank 0, which began to watch at `since`, knows why the job ends
     returned(code)               `main` has returned (code 0) or called sys.exit(code); an error counts as one of `main`
+    paused()                     a cell of a notebook has ended, and the run may go on in another
     failure(error)               `main` has raised this error; a listener has a few seconds to save what can be saved
     leaving(code)                the process is about to end with this exit code; not announced before os._exit()
 """

@@ -110,8 +110,12 @@ def _of(done: int, total: Optional[int]) -> str:
 
 
 def in_notebook() -> bool:
-    """Whether this process runs the cells of a notebook, or the lines of IPython on a terminal."""
-    return hasattr(builtins, "__IPYTHON__") and not hasattr(sys.modules["__main__"], "__file__")
+    """Whether this process runs the cells of a notebook, or the lines or scripts of IPython on a terminal."""
+    return hasattr(builtins, "__IPYTHON__")
+
+
+def ipython() -> Any:
+    return sys.modules["IPython"].get_ipython()
 
 
 def bar(**options: Any) -> Any:

@@ -50,7 +50,8 @@ def start(doc: Optional[str], options: Optional[Callable[[arguments.Parser], obj
     """
     if progress.in_notebook():
         begin_in_notebook()
-        sys.argv = ["notebook"]  # in place of the kernel's
+        if not _is_a_script(sys.argv[0]):
+            sys.argv = [os.environ.get("JPY_SESSION_NAME", "notebook")]  # in place of the kernel's
         defaults.setdefault("nproc_per_node", 1)
     elif not is_running():
         run_job(_run_the_script)
@@ -91,16 +92,22 @@ def _require_a_script() -> None:
     main = sys.modules["__main__"]
     if main.__spec__ is not None:
         raise UserError("start() needs a script that is started by its path: python my_script.py, and not python -m")
-    path = getattr(main, "__file__", "")
-    if not path or not os.path.exists(sys.argv[0]) or not os.path.samefile(path, sys.argv[0]):
+    if not _is_a_script(sys.argv[0]):
         raise UserError("start() needs a script in a file of its own, python my_script.py, or a cell of a notebook")
 
 
+def _is_a_script(path: str) -> bool:
+    """Whether the lines of this process are those of the file."""
+    its = getattr(sys.modules["__main__"], "__file__", None)
+    return bool(its) and os.path.exists(its) and os.path.exists(path) and os.path.samefile(its, path)
+
+
 def _require_one_process(args: argparse.Namespace) -> None:
-    """Raise UserError unless a notebook trains on one device; end the group of its Run before, if there is one."""
-    if args.world.world_size > 1 or args.max_restarts:
+    """Raise UserError unless a notebook just trains on one device; end the group of its Run before, if there is one."""
+    if args.world.world_size > 1 or args.max_restarts or args.min_nodes or args.doctor or args.find_max_batch:
         raise UserError(
-            "a notebook trains on one device: leave out --nproc_per_node and --max_restarts, or write the cells to a script"
+            "a notebook trains on one device, without --nproc_per_node, --max_restarts, --min_nodes, --doctor and "
+            "--find_max_batch: write its cells to a script for these"
         )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -15,21 +15,26 @@ class Stops:
     def __init__(self):
         self.noted = 0  # the first signal that came; 0: none
         self.may_end = False  # whether this process may save and end now, without the other ranks
+        self._before: dict[int, Any] = {}  # {signal: who handled it before listen()}
         self._waits = False
-        self._obey: Any = None
-        self._counts: Any = None
+        self._obey: Callable[[int], object] = lambda number: None
+        self._counts: Optional[Callable[[], object]] = None
 
-    def forget(self) -> None:
-        """Forget a signal that a Run before this one has obeyed, in a process that it has not ended: that of a notebook."""
+    def cease(self) -> None:
+        """Handle the stop signals no more, and forget one that was obeyed, in a process that a run does not end: a notebook."""
         self.noted = 0
-        self.may_end = False
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
 
-    def listen(self, obey: Callable[[int], Any], counts: Optional[Callable[[], Any]] = None) -> None:
+    def listen(self, obey: Callable[[int], object], counts: Optional[Callable[[], object]] = None) -> None:
         """Handle the stop signals from here on. `obey(number)` saves and ends the process; `counts()` returns whether a
         signal that has come is meant for the run; None: each one is."""
         self._obey, self._counts = obey, counts
         for number in STOP_SIGNALS:
-            signal.signal(number, self.note)
+            before = signal.signal(number, self.note)
+            if before not in (None, self.note):
+                self._before[number] = before
 
     def note(self, number: int, _frame: object) -> None:
         """Note the first stop signal that is meant for the run; raise Interrupted in a wait if this process may end alone."""

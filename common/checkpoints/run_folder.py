@@ -122,24 +122,27 @@ def _not_writable(folder: str, error: OSError) -> Exception:
     return of_a_file(error, f"cannot write to {folder}: {error.strerror}; give another --output_dir")
 
 
-_locked: set[str] = set()  # by this process: a second Run of it goes on in the folder of the first
+_locked: set[tuple[int, int]] = set()  # the files that this process has locked: a second Run of it goes on in the same folder
 
 
 def lock(folder: str) -> None:
     """Lock the folder until this process ends, if the disk has locks; UserError if another job holds it for LOCK_SECONDS."""
-    if folder in _locked:
-        return
     try:
         file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise _not_writable(folder, error) from None
+    about = os.fstat(file)
+    own = (about.st_dev, about.st_ino)
+    if own in _locked:
+        os.close(file)
+        return
     began = time.monotonic()
     is_told = False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.register_at_fork(after_in_child=functools.partial(_let_go, [file]))
-            _locked.add(folder)
+            _locked.add(own)
             return
         except BlockingIOError:
             waited = time.monotonic() - began

@@ -224,7 +224,7 @@ class Run:
             self._require_that_it_can_be_saved()
         self.peers.meet(self)
         self._require_own_samples()
-        moments.listen(types.SimpleNamespace(returned=self._finish_after_break), of_the_run=True)
+        moments.listen(types.SimpleNamespace(paused=self._save_left_epoch, returned=self._finish_after_break), of_the_run=True)
         self.sampler.start_at(self.position.epoch, self.position.consumed)
         self.plan = dataclasses.replace(self.plan, resumed_at=self.position)
         self._begin_evidence()
@@ -235,6 +235,10 @@ class Run:
             if self.side_files.shows and self.args.checkpoints:
                 self.unsaved.begin()
             self.due.allow_stop()
+            self._listen_for_stops()
+
+    def _listen_for_stops(self) -> None:
+        if not self.trial:
             STOPS.listen(self.stop_on, counts=self.peers.told_to_stop)
 
     def _prepare_parts(self) -> None:
@@ -279,6 +283,7 @@ class Run:
         a schedule that steps once an epoch, belongs before run.end_epoch() or after it; the lines before run.steps() run again
         in a start that goes on within the epoch. The checkpoint of an epoch is made when the next one is asked for."""
         self._require_resumed("run.epochs()")
+        self._listen_for_stops()  # once more, in a notebook, whose cells end with the signals as they were
         if limit := self.plan.limit(self.position):
             done = f"{self.epoch} epochs, {self.total_steps} steps"
             self.say(f"nothing to do: the run has done {done}; it goes on with more than {limit}")
@@ -472,11 +477,18 @@ class Run:
         self._ended_epoch_is_whole = whole
         seed_step(self.args.seed, self.position.epoch, TAIL)
 
-    def _finish_after_break(self, code: object) -> None:
-        """Save the last epoch if the job, which ends with this exit code, has left its loop over run.epochs()."""
-        if self._ended_epoch_is_whole is not None and not code:
+    def _save_left_epoch(self) -> None:
+        """Save the last epoch if the loop over run.epochs() was left at its end. In a notebook it may be entered again."""
+        if self._ended_epoch_is_whole is not None:
             self._save_epoch()
             self.saving.wait()
+
+    def _finish_after_break(self, code: object) -> None:
+        """Save the last epoch if the job, which ends with this exit code, has left its loop over run.epochs()."""
+        if code:  # it is not known whether what belongs to the epoch is complete
+            self._ended_epoch_is_whole = None
+        elif self._ended_epoch_is_whole is not None:
+            self._save_left_epoch()
             self.enter("publish")
             self.saving.finish_publishing(in_a_hurry=bool(STOPS.noted))
             self.evidence.remove_attempt()

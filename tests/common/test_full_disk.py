@@ -334,6 +334,8 @@ def test_the_lock_is_kept_by_a_process_that_forks(tmp_path, monkeypatch, capsys)
     if not (loads := os.fork()):
         os._exit(0)
     os.waitpid(loads, 0)
+    run_folder.lock(str(tmp_path))  # once more, as a second run of this process does
+    monkeypatch.setattr(run_folder, "_locked", set())  # as another process has it
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.3)
     monkeypatch.setattr(run_folder, "QUIET_SECONDS", 0)
     with pytest.raises(UserError, match="is in use by another job that is still running"):

@@ -512,12 +512,12 @@ def test_a_certificate_that_cannot_be_verified_is_refused_at_once_whatever_s3_ve
 
 
 def test_the_parent_of_a_node_prints_that_warning_before_it_starts_the_workers(monkeypatch, capsys):
-    parent = types.SimpleNamespace(run=lambda: print("workers") or 0, verdict=None, since=0.0)
+    parent = types.SimpleNamespace(run=lambda: print("workers") or 0)
     monkeypatch.setattr(moments.REPLACED, "parent", lambda *_: parent)
     monkeypatch.setattr(devices.choice, "count", lambda: 7)
     monkeypatch.setattr(sys, "argv", [str(ROOT / "jobs" / "train_ddp.py")])
     here = World("modelarts", "", "node", 0, 1, 0, 7, 0, 7, gpus_promised=8)
     with pytest.raises(SystemExit) as ended:
-        group.start_workers(types.SimpleNamespace(world=here, enable_gpu=None, max_restarts=0))
+        group.start_workers(types.SimpleNamespace(world=here, enable_gpu=None, max_restarts=0, join_seconds=1.0))
     warning, workers = capsys.readouterr().out.splitlines()
     assert warning.startswith("warning: node 0: torch sees 7 of the 8 GPUs") and (workers, ended.value.code) == ("workers", 0)
