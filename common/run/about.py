@@ -92,8 +92,10 @@ def export_command(folder: str) -> Optional[str]:
     root = Path(__file__).resolve().parents[2]
     if not (root / "launch").is_dir():
         return None
-    here = os.getcwd() == str(root)
     form = "torch" if devices.TORCH >= (2, 6) else "onnx"
+    if not (root / "pyproject.toml").exists():  # installed by pip
+        return shlex.join(["anyrank", "export", folder, "--format", form])
+    here = os.getcwd() == str(root)
     words = ["python", "-m", "launch", "export", folder if here else os.path.abspath(folder), "--format", form]
     return ("" if here else f"cd {shlex.quote(str(root))} && ") + shlex.join(words)
 

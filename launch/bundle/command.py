@@ -94,11 +94,12 @@ def bundle(job: Union[str, Path], wanted: Collection[str] = features.FEATURES) -
 
 def _with_the_line(text: str) -> str:
     """Return the text of a job with a line by which it finds our modules, if it imports some and has none."""
-    first = next((node.lineno for node in ast.parse(text).body if imports.is_of_ours(node)), None)
-    if first is None or FINDS_THE_REPOSITORY.search(text):
+    statement = next((node for node in ast.parse(text).body if imports.is_of_ours(node)), None)
+    if statement is None or FINDS_THE_REPOSITORY.search(text):
         return text
-    lines = text.splitlines(keepends=True)
-    return "".join([*lines[: first - 1], f"import os\nimport sys\n\n{FINDS_ITS_FOLDER}\n", *lines[first - 1 :]])
+    above = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))]) - 1
+    lines = text.split("\n")
+    return "\n".join([*lines[:above], "import os", "import sys", "", FINDS_ITS_FOLDER, *lines[above:]])
 
 
 def write_folder(

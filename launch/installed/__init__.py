@@ -1,7 +1,7 @@
 """The module `anyrank`, where pip has installed this project. The command of that name is main().
 
     from anyrank import start, Run, run_job        in a script anywhere
-    anyrank submit my_script.py                    for python -m launch submit my_script.py
+    anyrank bundle my_script.py                    for python -m launch bundle my_script.py
 
 It lets Python find the folders common, datasets and launch; a program can have no other packages of these names.
 """
@@ -23,13 +23,22 @@ _HERE = Path(__file__).resolve().parent
 
 
 def _find_ours() -> None:
-    """Let Python find our packages. They are in this folder, beside it in a bundle, or above it in the repository."""
+    """Let Python find our packages. They are in this folder, beside it in a bundle, or above it in the repository; but a
+    program that has the repository on its path has them already."""
+    if "common" in sys.modules and _is_ours(Path(str(sys.modules["common"].__file__)).parent.parent):
+        return
+    if _is_ours(Path(sys.path[0])):
+        return
     for folder in (_HERE, _HERE.parent, _HERE.parent.parent):
-        if (folder / "common" / "packages.py").is_file():
+        if _is_ours(folder):
             for name in ("common", "datasets", "launch"):
                 _require_no_other(name, folder)
             sys.path.insert(0, str(folder))
             return
+
+
+def _is_ours(folder: Path) -> bool:
+    return (folder / "common" / "packages.py").is_file()
 
 
 def _require_no_other(name: str, ours: Path) -> None:

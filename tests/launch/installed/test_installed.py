@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch import __main__ as launch
+from launch.bundle import command, imports
 from tests.tools.jobs import ROOT, environment, run
 from tests.tools.plain_scripts import as_a_job
 
@@ -122,3 +123,31 @@ def test_an_editable_installation_follows_the_repository(source, tmp_path):
     assert done.returncode == 0 and "done: " in done.stdout, done.stderr
     command = subprocess.run([Path(interpreter).parent / "anyrank", "--version"], capture_output=True, text=True, check=True)
     assert command.stdout.strip() == "anyrank edited"
+
+
+def test_where_the_repository_is_on_the_path_its_packages_are_taken(installed, source, tmp_path):
+    show = "import common\nimport anyrank\nimport datasets\nprint(common.__file__, datasets.__file__)\n"
+    for text in (show, show.replace("import common\nimport anyrank", "import anyrank\nimport common")):
+        (source / "script.py").write_text(text)
+        done = python(["script.py"], source, installed)
+        assert done.stdout.split() == [str(source / name / "__init__.py") for name in ("common", "datasets")]
+
+
+INSERTED = [
+    "import torch\n\n@torch.no_grad()\ndef main():\n    from common.start import start\n",
+    "x = '\x0c'\n\x0cimport common.start\n",
+]
+
+
+@pytest.mark.parametrize("text", INSERTED)
+def test_the_line_for_sys_path_comes_before_the_whole_statement(text):
+    found = command._with_the_line(text)
+    compile(found, "script.py", "exec")
+    assert found.index("sys.path.insert") < min(found.index(word) for word in ("@torch", "import common") if word in found)
+
+
+def test_a_clone_called_anyrank_beside_a_script_is_no_part_of_it(tmp_path):
+    (tmp_path / "anyrank").mkdir()
+    (tmp_path / "anyrank" / "setup.py").write_text("")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    imports.require_bundled_imports(tmp_path / "script.py")
