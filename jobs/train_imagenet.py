@@ -232,7 +232,10 @@ def options():
 
 def add_training(add):
     add("--arch", default="resnet50", help="a classification network of torchvision, or timm/NAME")
-    add("--weights", help="weights to begin with, a file or its address in a bucket: an epoch_N.pth, or one of torchvision's")
+    add(
+        "--weights",
+        help="weights to begin with: a file, also in a bucket, or a name, as ResNet50_Weights.DEFAULT",
+    )
     frozen = "with --weights: train the last layer alone for so many epochs, then all of the network"
     add("--freeze_epochs", type=number(int, at_least=0), default=0, help=frozen)
     add("--num_classes", type=COUNT, help="outputs of the network; unset: the classes of the data")
@@ -287,10 +290,16 @@ def add_short_runs(add):
 
 
 def with_options_of_weights(args):
-    """Return the arguments with --arch, --image_size and, for --evaluate, more from the file beside --weights, unless given."""
+    """Return the arguments with --arch, --image_size and, for --evaluate, more from the file beside --weights, unless given.
+    Of weights with a name there are also all options for the pictures, and the path in place of the name."""
+    from common.weights import by_name
+
+    if by_name.is_name(args.weights):
+        return by_name.resolved(args, say if distributed.get_rank() == 0 else lambda line: None)
     path = local_weights(args.weights, args.input_dir, say)
-    names = OPTIONS if args.evaluate else ("arch", "image_size")
     about = about_weights(path)
+    of_another_program = "epoch" not in about  # its pictures are made as it made them, also for training
+    names = OPTIONS if args.evaluate or of_another_program else ("arch", "image_size")
     found = {name: about[name] for name in names if name in about and name not in args.given}
     if found and distributed.get_rank() == 0:
         shown = (f"--{name} {value}" for name, value in found.items() if name not in ("mean", "std", "crop_pct"))

@@ -17,6 +17,7 @@ VERBS = {
     "export": "a trained network as a folder for elsewhere: ONNX, torch, timm, a model package of ModelArts",
     "pack": "photographs as large files, for a bucket or a slow disk",
     "kspeed": "fill the shared sample cache before a job, look at it, empty it",
+    "weights": "fetch weights by name, as ResNet50_Weights.DEFAULT, for a platform without Internet",
     "image": "print the Dockerfile of an image of your own, and the commands that build and push it",
     "submit": "send a job to ModelArts, PAI-DLC, SageMaker, Kubernetes or SLURM, or run the same here",
     "local": "play a platform on this machine: nodes, injected arguments, a kill, a restart",

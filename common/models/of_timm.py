@@ -1,4 +1,4 @@
-"""The networks of timm, and how each wants its pictures. Nothing is ever downloaded: weights come as a file, by --weights."""
+"""The networks of timm, and how each wants its pictures. Its weights come by --weights (common/weights/by_name.py)."""
 
 import argparse
 import difflib

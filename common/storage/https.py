@@ -23,7 +23,7 @@ from common.storage import index
 
 STALL_SECONDS = 15  # without a byte, after which a connection is opened again
 CHUNK = 1 << 20
-ELSEWHERE = "put it into OBS or another bucket, which a job without Internet reaches, and give that as --data_url"
+ELSEWHERE = "put it into OBS or another bucket, which a job without Internet reaches, and give that address"
 
 
 def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[Tell] = None) -> None:

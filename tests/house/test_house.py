@@ -51,6 +51,7 @@ FLOORS = [
         "launch.kspeed",
         "launch.local",
         "launch.report",
+        "launch.weights",
     ],
     ["launch.pack", "launch.track"],
     ["launch.submit"],

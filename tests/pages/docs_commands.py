@@ -78,10 +78,10 @@ NOT_RUN = {
         "python -m launch kspeed preload /data/imagenet --user me",
         "python jobs/train_imagenet.py --data_backend kspeed --kspeed_user me --data_url /data/imagenet",
     ],
-    "needs a file of torchvision's; tests/common/checkpoints/test_checkpoint.py makes such files": [
-        "python -c \"import torchvision; print(torchvision.models.get_weight('ResNet50_Weights.DEFAULT').url)\"",
-        "python jobs/train_imagenet.py --data_url /data/flowers --weights resnet50-11ad3fa6.pth --epochs 10",
-        "python jobs/train_imagenet.py --data_url /data/flowers --weights obs://bucket/resnet50-11ad3fa6.pth --epochs 10",
+    "fetches files of torchvision's; tests/common/weights/test_by_name.py and tests/launch/test_weights.py make such files": [
+        "python jobs/train_imagenet.py --data_url /data/flowers --weights ResNet50_Weights.DEFAULT --epochs 10",
+        "python -m launch weights ResNet50_Weights.DEFAULT obs://bucket/weights",
+        "python jobs/train_imagenet.py --data_url /data/flowers --weights obs://bucket/weights/resnet50-11ad3fa6.pth --epochs 10",
     ],
     "starts a Ray cluster; tests/datasets/dpex/test_dpex.py has one for all its tests": [
         "ray get-auth-token --generate",
@@ -123,7 +123,7 @@ NOT_RUN = {
         "python -m launch export output_dir/train_imagenet --format modelarts --output dist/model_package",
     ],
     "reads weights of timm; tests/common/models/test_of_timm.py": [
-        "python jobs/train_imagenet.py --data_url /data/flowers --arch timm/vit_small_patch16_224 --weights model.safetensors --epochs 10",
+        "python jobs/train_imagenet.py --data_url /data/flowers --arch timm/vit_small_patch16_224 --weights pretrained --epochs 10",
     ],
     "takes hours": [
         "make chaos",

@@ -1,0 +1,151 @@
+"""Weights by name, as torchvision and timm call them: what file it is, and how the pictures were made that they have seen.
+
+--weights ResNet50_Weights.DEFAULT, IMAGENET1K_V2 or DEFAULT       of torchvision, for --arch
+--arch timm/NAME --weights pretrained                              of timm, from Hugging Face's hub or its mirror HF_ENDPOINT
+"""
+
+import argparse
+import dataclasses
+import difflib
+import glob
+import importlib
+import os
+import re
+import types
+from typing import Any, Callable, Optional
+
+from common import arguments, files
+from common.address import local_folder
+from common.errors import UserError, one_line
+from common.storage import https, index, once
+
+NAME = re.compile(r"pretrained|(\w+_Weights\.)?[A-Z][A-Z0-9_]*")
+PRETRAINED = "pretrained"  # what torchvision calls DEFAULT
+OF_TORCHVISION = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # torchvision's file names end with the beginning of the SHA-256
+LESS_THAN_A_PIXEL = 0.5
+
+
+@dataclasses.dataclass
+class NamedWeights:
+    arch: str
+    url: str
+    cached: list[str]  # where torch or Hugging Face's hub may have left the file
+    options: dict[str, Any]  # of the job, for the pictures; {} where timm's configuration has them
+
+
+def is_name(text: str) -> bool:
+    return NAME.fullmatch(text) is not None and not os.path.exists(text)
+
+
+def resolved(args: argparse.Namespace, say: Callable[[str], object]) -> arguments.Arguments:
+    """Return the arguments with the path of the file in place of the name, and with its options, unless given."""
+    weights = find(args.weights, args.arch)
+    if "arch" in args.given and args.arch != weights.arch:
+        raise UserError(f"--weights {args.weights} is of {weights.arch}, and --arch is {args.arch}: give one of them")
+    if line := describe(weights):
+        say(line)
+    options = {name: value for name, value in weights.options.items() if name not in args.given}
+    path = fetch(weights, args.input_dir)
+    return arguments.replaced(args, **options, weights=path, given={**args.given, **options})
+
+
+def find(text: str, arch: str) -> NamedWeights:
+    """Return the weights of this name. `arch`: the network, for a name without one."""
+    if arch.startswith("timm/"):
+        return _of_timm(text, arch)
+    return _of_torchvision(text, arch)
+
+
+def fetch(weights: NamedWeights, inputs: str) -> str:
+    """Fetch the file, once per node, to a subfolder of `inputs`, unless a cache has it; return its path."""
+    for path in weights.cached:
+        if os.path.exists(path):
+            return path
+    return fetch_into(weights, local_folder(os.path.dirname(weights.url), inputs))
+
+
+def fetch_into(weights: NamedWeights, folder: str) -> str:
+    """Fetch the file to the folder, once per node; return its path."""
+    name = os.path.basename(weights.url)
+    path = os.path.join(folder, name)
+
+    def bring(lease: once.Lease) -> None:
+        if os.path.exists(path):
+            return
+        if weights.arch.startswith("timm/") and os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+            raise UserError(f"HF_HUB_OFFLINE is set, so {weights.url} is not fetched: put the file to {path}")
+        https.download(weights.url, path, tell=lease.tell)
+        begins = OF_TORCHVISION.search(name)
+        if begins and not files.sha256(path).startswith(begins[1]):
+            os.unlink(path)
+            raise UserError(f"{weights.url} was damaged on the way: its SHA-256 does not begin with {begins[1]}; start again")
+
+    os.makedirs(folder, exist_ok=True)
+    once.once_per_node(os.path.join(index.notes(folder), name), bring)
+    return path
+
+
+# --- torchvision ---
+
+
+def _of_torchvision(text: str, arch: str) -> NamedWeights:
+    models = importlib.import_module("torchvision.models")
+    kind, _, member = ("DEFAULT" if text == PRETRAINED else text).rpartition(".")
+    if kind:
+        arch = _arch_of(kind, models)
+    known = models.get_model_weights(arch).__members__
+    if member not in known:
+        raise UserError(f"--weights {one_line(text)}: {arch} has {', '.join(known) or 'none'}")
+    entry = known[member].value
+    made = entry.transforms()
+    size, short = made.crop_size[0], made.resize_size[0]
+    cache = os.path.join(importlib.import_module("torch.hub").get_dir(), "checkpoints", os.path.basename(entry.url))
+    return NamedWeights(
+        arch,
+        entry.url,
+        [cache],
+        {
+            "arch": arch, "image_size": size, "resize": "short", "crop_pct": size / (short + LESS_THAN_A_PIXEL),
+            "interpolation": "bicubic" if made.interpolation.value == "bicubic" else "bilinear",
+            "mean": tuple(made.mean), "std": tuple(made.std),
+        },
+    )  # fmt: skip
+
+
+def _arch_of(kind: str, models: types.ModuleType) -> str:
+    archs = {models.get_model_weights(name).__name__: name for name in models.list_models(module=models)}
+    if kind not in archs:
+        near = difflib.get_close_matches(kind, archs, n=3, cutoff=0)
+        raise UserError(f"--weights {one_line(kind)} is none of torchvision's; the nearest: {', '.join(near)}")
+    return archs[kind]
+
+
+# --- timm ---
+
+
+def _of_timm(text: str, arch: str) -> NamedWeights:
+    from common.models import of_timm
+
+    if text != PRETRAINED:
+        raise UserError(f"--weights {one_line(text)} is a name of torchvision's: give --weights {PRETRAINED} for --arch {arch}")
+    its = of_timm.config(arch)
+    if not its.hf_hub_id:
+        raise UserError(f"--weights {PRETRAINED}: timm has none for --arch {arch}; give a file")
+    name = its.hf_hub_filename or "model.safetensors"
+    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    kept = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    cached = glob.glob(os.path.join(glob.escape(kept), f"models--{its.hf_hub_id.replace('/', '--')}", "snapshots", "*", name))
+    return NamedWeights(arch, f"{hub.rstrip('/')}/{its.hf_hub_id}/resolve/main/{name}", sorted(cached), {})
+
+
+def describe(weights: NamedWeights) -> Optional[str]:
+    """Return a line for the log about the pictures, or None where timm's configuration has them, which has its own."""
+    its = weights.options
+    if not its:
+        return None
+    mean, std = (" ".join(f"{value:g}" for value in its[name]) for name in ("mean", "std"))
+    return (
+        f"{os.path.basename(weights.url)}: --arch {its['arch']} --image_size {its['image_size']} --interpolation "
+        f"{its['interpolation']}, {its['crop_pct']:.3g} of the short side; mean {mean}, standard deviation {std}"
+    )
