@@ -301,6 +301,7 @@ def with_options_of_weights(args):
     of_another_program = "epoch" not in about  # its pictures are made as it made them, also for training
     names = OPTIONS if args.evaluate or of_another_program else ("arch", "image_size")
     found = {name: about[name] for name in names if name in about and name not in args.given}
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     if found and distributed.get_rank() == 0:
         shown = (f"--{name} {value}" for name, value in found.items() if name not in ("mean", "std", "crop_pct"))
         say(one_line(f"as {beside(path)} says: {' '.join(shown)}"))

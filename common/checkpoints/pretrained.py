@@ -94,7 +94,10 @@ def local_weights(path: str, inputs: str, say: Callable) -> str:
     """Return `path`, or the local path of weights in a bucket: one process per node fetches them, their .sha256 and .json."""
     if not is_bucket(path):
         if not os.path.exists(path):
-            raise UserError(f"--weights {path} does not exist: give a .pth, .pt or .safetensors file of this network")
+            raise UserError(
+                f"--weights {path} does not exist: give a .pth, .pt or .safetensors file of this network, or a name as "
+                "ResNet50_Weights.DEFAULT"
+            )
         return path
     from common.storage import bucket, download, index, once
 

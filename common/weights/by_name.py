@@ -5,18 +5,20 @@
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
-import glob
 import importlib
 import os
 import re
 import types
+from pathlib import Path
 from typing import Any, Callable, Optional
 
 from common import arguments, files
 from common.address import local_folder
 from common.errors import UserError, one_line
+from common.models import classifiers
 from common.storage import https, index, once
 
 NAME = re.compile(r"pretrained|(\w+_Weights\.)?[A-Z][A-Z0-9_]*")
@@ -29,22 +31,24 @@ LESS_THAN_A_PIXEL = 0.5
 class NamedWeights:
     arch: str
     url: str
+    file: str  # its name here, which other weights do not have
     cached: list[str]  # where torch or Hugging Face's hub may have left the file
     options: dict[str, Any]  # of the job, for the pictures; {} where timm's configuration has them
 
 
 def is_name(text: str) -> bool:
-    return NAME.fullmatch(text) is not None and not os.path.exists(text)
+    return NAME.fullmatch(text) is not None and not os.path.isfile(text)
 
 
 def resolved(args: argparse.Namespace, say: Callable[[str], object]) -> arguments.Arguments:
     """Return the arguments with the path of the file in place of the name, and with its options, unless given."""
     weights = find(args.weights, args.arch)
-    if "arch" in args.given and args.arch != weights.arch:
+    if "arch" in args.given and args.arch.replace("-", "_") != weights.arch.replace("-", "_"):
         raise UserError(f"--weights {args.weights} is of {weights.arch}, and --arch is {args.arch}: give one of them")
     if line := describe(weights):
         say(line)
     options = {name: value for name, value in weights.options.items() if name not in args.given}
+    classifiers.require(weights.arch, options.get("image_size", args.image_size))  # before a large file is fetched
     path = fetch(weights, args.input_dir)
     return arguments.replaced(args, **options, weights=path, given={**args.given, **options})
 
@@ -59,30 +63,38 @@ def find(text: str, arch: str) -> NamedWeights:
 def fetch(weights: NamedWeights, inputs: str) -> str:
     """Fetch the file, once per node, to a subfolder of `inputs`, unless a cache has it; return its path."""
     for path in weights.cached:
-        if os.path.exists(path):
+        if is_whole(path):
             return path
     return fetch_into(weights, local_folder(os.path.dirname(weights.url), inputs))
 
 
 def fetch_into(weights: NamedWeights, folder: str) -> str:
     """Fetch the file to the folder, once per node; return its path."""
-    name = os.path.basename(weights.url)
-    path = os.path.join(folder, name)
+    path = os.path.join(folder, weights.file)
+    if is_whole(path):
+        return path
 
     def bring(lease: once.Lease) -> None:
-        if os.path.exists(path):
+        if is_whole(path):  # another process has fetched it
             return
         if weights.arch.startswith("timm/") and os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
             raise UserError(f"HF_HUB_OFFLINE is set, so {weights.url} is not fetched: put the file to {path}")
         https.download(weights.url, path, tell=lease.tell)
-        begins = OF_TORCHVISION.search(name)
-        if begins and not files.sha256(path).startswith(begins[1]):
+        if not is_whole(path):
             os.unlink(path)
-            raise UserError(f"{weights.url} was damaged on the way: its SHA-256 does not begin with {begins[1]}; start again")
+            raise UserError(f"{weights.url} was damaged on the way: its SHA-256 is not that in its name; start again")
 
     os.makedirs(folder, exist_ok=True)
-    once.once_per_node(os.path.join(index.notes(folder), name), bring)
+    once.once_per_node(os.path.join(index.notes(folder), weights.file), bring)
     return path
+
+
+def is_whole(path: str) -> bool:
+    """Whether the file exists and, if its name has the beginning of a SHA-256, is the file of that name."""
+    if not os.path.exists(path):
+        return False
+    begins = OF_TORCHVISION.search(path)
+    return begins is None or files.sha256(path).startswith(begins[1])
 
 
 # --- torchvision ---
@@ -91,18 +103,22 @@ def fetch_into(weights: NamedWeights, folder: str) -> str:
 def _of_torchvision(text: str, arch: str) -> NamedWeights:
     models = importlib.import_module("torchvision.models")
     kind, _, member = ("DEFAULT" if text == PRETRAINED else text).rpartition(".")
-    if kind:
-        arch = _arch_of(kind, models)
+    arch = _arch_of(kind, models) if kind else arch.replace("-", "_")
+    if arch not in models.list_models(module=models):
+        raise UserError(f"--weights {one_line(text)} is a name of torchvision's, which has no network {one_line(arch)}")
     known = models.get_model_weights(arch).__members__
     if member not in known:
         raise UserError(f"--weights {one_line(text)}: {arch} has {', '.join(known) or 'none'}")
     entry = known[member].value
+    if entry.meta.get("categories") is None:
+        raise UserError(f"--weights {one_line(text)} is for features alone, without the last layers: give another of {arch}")
     made = entry.transforms()
     size, short = made.crop_size[0], made.resize_size[0]
     cache = os.path.join(importlib.import_module("torch.hub").get_dir(), "checkpoints", os.path.basename(entry.url))
     return NamedWeights(
         arch,
         entry.url,
+        os.path.basename(entry.url),
         [cache],
         {
             "arch": arch, "image_size": size, "resize": "short", "crop_pct": size / (short + LESS_THAN_A_PIXEL),
@@ -135,8 +151,19 @@ def _of_timm(text: str, arch: str) -> NamedWeights:
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
     kept = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
-    cached = glob.glob(os.path.join(glob.escape(kept), f"models--{its.hf_hub_id.replace('/', '--')}", "snapshots", "*", name))
-    return NamedWeights(arch, f"{hub.rstrip('/')}/{its.hf_hub_id}/resolve/main/{name}", sorted(cached), {})
+    url = f"{hub.rstrip('/')}/{its.hf_hub_id}/resolve/main/{name}"
+    file = os.path.basename(its.hf_hub_id) + os.path.splitext(name)[1]
+    return NamedWeights(
+        arch, url, file, _in_the_cache(os.path.join(kept, f"models--{its.hf_hub_id.replace('/', '--')}"), name), {}
+    )
+
+
+def _in_the_cache(folder: str, name: str) -> list[str]:
+    """Return the path that the file has in a repository of the hub's cache, as main was when it was fetched last."""
+    with contextlib.suppress(OSError):
+        commit = Path(folder, "refs", "main").read_text().strip()
+        return [os.path.join(folder, "snapshots", commit, name)]
+    return []
 
 
 def describe(weights: NamedWeights) -> Optional[str]:

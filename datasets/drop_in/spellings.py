@@ -40,7 +40,7 @@ NOTHING_WITH_A_VALUE = {
     "-c": "the only kind of ResNet here is torchvision's, which is ResNet v1.5",
 }
 NOTHING = {
-    "--pretrained": "nothing is downloaded here: fetch the weights and give --weights FILE",
+    "--pretrained": "give --weights pretrained, or --weights FILE",
     "--test": "for a run of few steps give --max_steps 10",
 }
 UNSET = "-1"  # value with which NVIDIA's script takes an option of MAY_BE_UNSET as not given
