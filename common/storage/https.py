@@ -23,6 +23,7 @@ from common.storage import index
 
 STALL_SECONDS = 15  # without a byte, after which a connection is opened again
 CHUNK = 1 << 20
+REFUSED_BY_PROXY = "Tunnel connection failed: 4"  # http.client's words for an answer of 400 to 499
 ELSEWHERE = "put it into OBS or another bucket, which a job without Internet reaches, and give that address"
 
 
@@ -69,6 +70,10 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
                 ) from None
             reason = error
         why = one_line(mask(reason, *secret))
+        if proxy := _proxy(url):
+            why = f"{why}, through the proxy {proxy}"
+            if REFUSED_BY_PROXY in why:
+                raise UserError(f"{shown}: {why}: give another as https_proxy, or fetch it to {path}, or {ELSEWHERE}")
         if _size(part) > had:
             patience.succeeded(shown)
             patience.set_limit(limit(), in_the_way=True)
@@ -87,6 +92,15 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
         os.unlink(part)
         raise UserError(f"{url} is no whole archive: {one_line(reason)}; start again, or fetch it to {path}, or {ELSEWHERE}")
     os.replace(part, path)
+
+
+def _proxy(url: str) -> Optional[str]:
+    """Return the proxy by which `url` is fetched, without its password, or None."""
+    parts = urllib.parse.urlsplit(url)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy is None or urllib.request.proxy_bypass(parts.netloc):
+        return None
+    return one_line(proxy.rpartition("@")[2])
 
 
 def is_replaced(url: str, path: str) -> bool:

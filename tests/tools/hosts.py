@@ -19,9 +19,12 @@ OUTSIDE = "10.77.0.254"  # this machine, as the hosts see it
 
 
 class Hosts:
-    """`count` hosts, 10.77.0.1 and up, each able to reach the others, by their names if `called` has some, and, if asked, this machine."""
+    """`count` hosts, 10.77.0.1 and up, each able to reach the others, by their names if `called` has some, and, if asked, this machine.
 
-    def __init__(self, count, folder, outside=False, called=(), forked=False):
+    `ours`: names by which they know this machine, if `called` has theirs.
+    """
+
+    def __init__(self, count, folder, outside=False, called=(), forked=False, ours=()):
         own = f"{os.getpid()}{next(NUMBERS)}"  # the kernel takes a moment to forget a name
         self.names = [f"ar{own}-{number}" for number in range(count)]
         self.bridge = f"ar{own}"
@@ -47,6 +50,7 @@ class Hosts:
             ip("-n", name, "link", "set", "lo", "up")
             if called:
                 addresses = [f"10.77.0.{other + 1} {word}\n" for other, word in enumerate(called)]
+                addresses += [f"{OUTSIDE} {word}\n" for word in ours]
                 (NAMED / name).mkdir(parents=True)
                 (NAMED / name / "hosts").write_text("".join(["127.0.0.1 localhost\n", *addresses]))
 

@@ -33,13 +33,13 @@ PATH = list(sys.path)
 
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+NEW_MOUNTS, FOR_ITSELF, BIND = 0x20000, 0x84000, 0x1000  # CLONE_NEWNS, MS_REC | MS_SLAVE, MS_BIND
 
 
 def become(words, folder, env, descriptors, seconds=0, host=None):
     """Turn this process into `python WORDS...`, as a shell would start it; `descriptors`: what are its 0, 1 and 2."""
     if host:
-        with open(f"/run/netns/{host}") as network:
-            assert ctypes.CDLL(None).setns(network.fileno(), NEW_NETWORK) == 0, host
+        enter(host)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
@@ -60,6 +60,17 @@ def become(words, folder, env, descriptors, seconds=0, host=None):
             stream.reconfigure(write_through=True)
     subprocess.Popen = subprocess_handler.Popen = Worker  # the second is that of torch's launcher
     leave(lambda: run(words, env))
+
+
+def enter(host):
+    """As `ip netns exec` does: the network of this host, and its names of others."""
+    libc, hosts = ctypes.CDLL(None), f"/etc/netns/{host}/hosts"
+    with open(f"/run/netns/{host}") as network:
+        assert libc.setns(network.fileno(), NEW_NETWORK) == 0, host
+    if os.path.exists(hosts):
+        assert libc.unshare(NEW_MOUNTS) == 0
+        assert libc.mount(None, b"/", None, FOR_ITSELF, None) == 0
+        assert libc.mount(hosts.encode(), b"/etc/hosts", None, BIND, None) == 0
 
 
 def leave(work):

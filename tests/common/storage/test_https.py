@@ -21,9 +21,9 @@ from tests.tools.cifar import archive, arguments  # noqa: F401 (a fixture)
 class Server(http.server.ThreadingHTTPServer):
     """Serves one body; `cut` answers break off after so many bytes, and every request's Range is written down."""
 
-    def __init__(self, body, cuts=(), ranges=True, headers=None, tls=None):
+    def __init__(self, body, cuts=(), ranges=True, headers=None, tls=None, at=("127.0.0.1", 0)):
         self.body, self.cuts, self.ranges, self.asked, self.headers = body, list(cuts), ranges, [], headers or {}
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(at, _Handler)
         if tls:
             self.socket = tls.wrap_socket(self.socket, server_side=True)
         threading.Thread(target=self.serve_forever, daemon=True).start()
