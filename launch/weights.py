@@ -12,7 +12,6 @@ import tempfile
 
 from common import storage
 from common.address import is_bucket
-from common.errors import UserError, one_line
 from common.files import write_atomically
 from common.weights import by_name
 from common.weights.files import beside
@@ -28,9 +27,7 @@ def main(argv: list[str]) -> int:
 
 
 def bring(name: str, to: str) -> None:
-    if not name.startswith("timm/") and "_Weights." not in name:
-        raise UserError(f"{one_line(name)} is no name of weights: give one as ResNet50_Weights.DEFAULT or timm/resnet50")
-    weights = by_name.find(by_name.PRETRAINED, name) if name.startswith("timm/") else by_name.find(name, "")
+    weights = by_name.find_alone(name)
     if not is_bucket(to):
         print(f"--weights {_write(weights, to)}")
         return

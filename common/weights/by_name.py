@@ -25,6 +25,7 @@ NAME = re.compile(r"pretrained|(\w+_Weights\.)?[A-Z][A-Z0-9_]*")
 PRETRAINED = "pretrained"  # what torchvision calls DEFAULT
 OF_TORCHVISION = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # torchvision's file names end with the beginning of the SHA-256
 LESS_THAN_A_PIXEL = 0.5
+ALONG = Path(__file__).resolve().parents[2] / "weights"  # where launch bundle --weights has put them, beside common
 
 
 @dataclasses.dataclass
@@ -60,9 +61,18 @@ def find(text: str, arch: str) -> NamedWeights:
     return _of_torchvision(text, arch)
 
 
+def find_alone(text: str) -> NamedWeights:
+    """Return the weights of a name that says the network, too: KIND_Weights.NAME or timm/NAME."""
+    if text.startswith("timm/"):
+        return find(PRETRAINED, text)
+    if "_Weights." not in text:
+        raise UserError(f"{one_line(text)} is no name of weights: give one as ResNet50_Weights.DEFAULT or timm/resnet50")
+    return find(text, "")
+
+
 def fetch(weights: NamedWeights, inputs: str) -> str:
-    """Fetch the file, once per node, to a subfolder of `inputs`, unless a cache has it; return its path."""
-    for path in weights.cached:
+    """Return the path of the file: as it came with the job, in a cache, or fetched once per node to a subfolder of `inputs`."""
+    for path in [str(ALONG / weights.file), *weights.cached]:
         if is_whole(path):
             return path
     return fetch_into(weights, local_folder(os.path.dirname(weights.url), inputs))

@@ -108,10 +108,12 @@ def write_folder(
     overwrite: bool = False,
     wanted: Collection[str] = features.FEATURES,
     also: Collection[str] = (),
+    weights: str = "",
 ) -> tuple[int, int]:
     """Write the job and what it uses to `out`: new, empty or, with `overwrite`, a bundle. Return (files, bytes).
 
-    `wanted`: as of bundle(); `also`: packages to ask for, besides those that the job imports.
+    `wanted`: as of bundle(); `also`: packages to ask for, besides those that the job imports; `weights`: a name of some that go
+    along.
     """
     job, out = Path(job), Path(out)
     text = _with_the_line(_read_and_check_job(job))
@@ -127,6 +129,9 @@ def write_folder(
         beside = imports.files_beside(path)
         places.update({str(Path(place).parent / file.relative_to(path.parent)): file for file in beside})
     del places[f"jobs/{job.name}"]
+    if weights:
+        place, path = _fetched(weights)
+        places[place] = path
     packages = requirements.text(job.resolve(), also)
     written = {**stubs, f"jobs/{job.name}": text, **dict.fromkeys(requirements.NAMES, packages)}
     size = sum(path.stat().st_size for path in places.values()) + sum(len(text) for text in written.values())
@@ -154,18 +159,33 @@ def write_folder(
     return len(places) + len(written), size
 
 
+def _fetched(name: str) -> tuple[str, Path]:
+    """Return the place in a bundle and the file of the weights with this name, which is fetched unless it is here."""
+    from common.address import INPUT_DIR
+    from common.weights import by_name
+
+    weights = by_name.find_alone(name)
+    return f"{by_name.ALONG.name}/{weights.file}", Path(by_name.fetch(weights, INPUT_DIR))
+
+
 def run(options: argparse.Namespace, job_options: Sequence[str]) -> None:
     if options.engine:
         engines.read(options.engine)
     job = Path(options.job).absolute()
     names = [name for text in options.features for name in text.split(",")]
-    of_options = features.of_options(job_options)
+    of_options = features.of_options([*job_options, options.weights])
     wanted = features.named(names) | of_options
     packages = features.packages({*names, *of_options})
+    if options.weights and not options.folder:
+        raise UserError("--weights go along in a folder, as one file cannot hold them: give --folder FOLDER, too")
+    if options.weights and "weights" not in imports.option_names(job):
+        raise UserError(f"{one_line(job.name)} has no option --weights: give jobs/train_imagenet.py, or leave --weights out")
     if options.folder:
-        count, size = write_folder(options.job, options.folder, options.overwrite, wanted, packages)
+        count, size = write_folder(options.job, options.folder, options.overwrite, wanted, packages, options.weights)
         untried = try_out(Path(options.folder, "jobs", job.name), requirements.needed(job))
         print(f"{options.folder}: {count} files, {size:,} bytes; the boot file is jobs/{job.name}{untried}")
+        if options.weights:
+            print(f"with the weights of {options.weights}, which the job finds by this name")
         _tell_what_is_left_out(job, wanted)
         return
     out = Path(options.output or f"dist/{job.name}")
@@ -227,6 +247,8 @@ def main(argv: list[str]) -> int:
     )
     about = f"also what is for one option alone: all, or some of {', '.join(features.FEATURES)}"
     parser.add_argument("--with", dest="features", metavar="NAME[,NAME...]", action="append", default=[], help=about)
+    about = "with --folder: weights that go along, by a name as of launch weights, for a platform without Internet"
+    parser.add_argument("--weights", metavar="NAME", default="", help=about)
     about = "true: replace a folder that launch bundle has written (default: false)"
     parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=about)
     options = parser.parse_args(words)

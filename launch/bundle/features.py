@@ -35,6 +35,7 @@ FEATURES = {
     "find_max_batch": Feature(("common.devices.largest_batch",), "--find.max.batch"),
     "kspeed": Feature(("datasets.kspeed",), r"--(data.backend[ =](dali.)?)?kspeed", package="pymemcache"),
     "profile": Feature(("common.run.observers.trace", "common.run.timing"), "--prof"),  # and NVIDIA's --prof
+    "timm": Feature((), "timm/", package="timm"),
     "track": Feature(("common.run.observers.tracker",), "--track"),
 }
 

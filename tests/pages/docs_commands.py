@@ -81,6 +81,7 @@ NOT_RUN = {
     "fetches files of torchvision's; tests/common/weights/test_by_name.py and tests/launch/test_weights.py make such files": [
         "python jobs/train_imagenet.py --data_url /data/flowers --weights ResNet50_Weights.DEFAULT --epochs 10",
         "python -m launch weights ResNet50_Weights.DEFAULT obs://bucket/weights",
+        "python -m launch bundle jobs/train_imagenet.py --folder dist/flowers --weights ResNet50_Weights.DEFAULT",
         "python jobs/train_imagenet.py --data_url /data/flowers --weights obs://bucket/weights/resnet50-11ad3fa6.pth --epochs 10",
     ],
     "starts a Ray cluster; tests/datasets/dpex/test_dpex.py has one for all its tests": [
