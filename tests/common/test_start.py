@@ -23,11 +23,12 @@ def last_state(output):
 
 
 def train(folder, text, ranks, output, dies=0, code=0, more=()):
-    """A start of the script, which is killed after step `dies` of the run."""
+    """A start of the script, which is killed after step `dies` of the run, when the checkpoint before is written."""
     steps = [line for line in text.splitlines(keepends=True) if "run.step(" in line]
     assert len(steps) == 1
     indent = re.match(" *", steps[0]).group()
-    killed = f"{steps[0]}{indent}run.total_steps == {dies} and __import__('os')._exit(9)\n"
+    kill = "(run.saving.wait(), __import__('os')._exit(9))"  # of rank 0, which writes
+    killed = f"{steps[0]}{indent}run.total_steps == {dies} and run.side_files.writes and {kill}\n"
     (folder / "script.py").write_text(text.replace(steps[0], killed if dies else steps[0]))
     words = [folder / "script.py", "--nproc_per_node", ranks, "--save_steps", 5, "--output_dir", output, *more]
     return run_forked(words, folder, {"PYTHONPATH": str(ROOT)}, check=code)
