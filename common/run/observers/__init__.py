@@ -6,6 +6,7 @@ observer.py.
 
 import argparse
 import contextlib
+import os
 from typing import Any, Callable
 
 import torch
@@ -43,6 +44,10 @@ def of_a_rank(args: argparse.Namespace, shows: bool, writes: bool, may_write: bo
         from common.run.observers.tracker import Tracker
 
         kinds.append(Tracker)
+    if may_write and "KUBEFLOW_TRAINER_SERVER_URL" in os.environ:
+        from common.run.observers.trainjob import TrainJob
+
+        kinds.append(TrainJob)
     return kinds
 
 

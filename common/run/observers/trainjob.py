@@ -1,0 +1,105 @@
+"""Report the run to the controller of a TrainJob, as kubectl get trainjob shows it: percent, seconds left and metrics.
+
+A cluster with the gate TrainJobStatus (Kubeflow Trainer 2.2, KEP-2779) sets the variables below in the pods of the job. Each
+report replaces the one before, so it is whole. It is sent beside the training, which waits for it only at the end of the run.
+"""
+
+import argparse
+import datetime
+import http.client
+import json
+import os
+import ssl
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from common.errors import one_line
+from common.run.observers.observer import Facts, Observer
+from common.run.side_files import SideFiles
+
+URL, CA, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{what}" for what in ("URL", "CA_CERT", "TOKEN"))  # the last two are paths
+PAUSE_SECONDS = 5  # between two reports, as the controller asks
+PATIENCE_SECONDS = 5  # with an answer, and with the last report at the end of a run
+MOST_METRICS, LONGEST = 256, 64  # what the controller takes: metrics, and letters of a name
+
+
+class TrainJob(Observer):
+    def __init__(self, _args: argparse.Namespace, _device: torch.device, side_files: SideFiles):
+        self._side_files = side_files
+        self._status: dict[str, Any] = {}
+        self._metrics: dict[str, float] = {}
+        self._over = threading.Event()
+        self._reporter: Optional[threading.Thread] = None
+        self._refused = False
+
+    def began(self, facts: Facts, **_: object) -> None:
+        self._note(facts, None)
+        if self._side_files.writes and self._reporter is None:
+            self._reporter = threading.Thread(target=self._report, name="the progress of the TrainJob", daemon=True)
+            self._reporter.start()
+
+    def line(self, facts: Facts, loss: float, lr: float, seconds_left: Optional[float], **_: object) -> None:
+        self._metrics.update(train_loss=loss, lr=lr)
+        self._note(facts, seconds_left)
+
+    def epoch_ended(self, facts: Facts, metrics: dict, **_: object) -> None:
+        self._metrics.update(metrics)
+        self._note(facts, None)
+
+    def left(self, facts: Facts, **_: object) -> None:
+        self._note(facts, 0 if facts.plan.finished(facts.position) else None)
+        self._end()
+
+    def failed(self, _facts: Facts, **_: object) -> None:
+        self._end()
+
+    def _note(self, facts: Facts, seconds_left: Optional[float]) -> None:
+        """Make the next report."""
+        at, plan = facts.position, facts.plan
+        done = at.epoch * plan.sampler.samples_per_epoch + at.consumed
+        metrics = {"epoch": at.epoch, "step": at.total_steps, **self._metrics}
+        status = {
+            "progressPercentage": 100 * done // max(1, done + plan.samples_left(at)),
+            "metrics": [{"name": name[:LONGEST], "value": f"{value:.6g}"} for name, value in metrics.items()][:MOST_METRICS],
+        }
+        left = {} if seconds_left is None else {"estimatedRemainingSeconds": int(seconds_left)}
+        self._status = {**status, **left}
+
+    def _report(self) -> None:
+        is_over = False
+        while not is_over:
+            self._send(self._status)
+            is_over = self._over.wait(PAUSE_SECONDS)
+        self._send(self._status)
+
+    def _send(self, status: dict[str, Any]) -> None:
+        """Send a report. The first of those that are refused is told in the log."""
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        try:
+            post({**status, "lastUpdatedTime": now})
+            self._refused = False
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if not self._refused:
+                self._side_files.say(f"warning: the TrainJob's controller does not take this run's progress: {one_line(error)}")
+            self._refused = True
+
+    def _end(self) -> None:
+        self._over.set()
+        if self._reporter:
+            self._reporter.join(2 * PATIENCE_SECONDS)
+
+
+def post(status: dict[str, Any]) -> None:
+    """Send this status. The token is read anew each time, as the cluster replaces it."""
+    headers = {"Content-Type": "application/json"}
+    if path := os.environ.get(TOKEN):
+        headers["Authorization"] = f"Bearer {Path(path).read_text().strip()}"
+    body = json.dumps({"trainerStatus": status}).encode()
+    request = urllib.request.Request(os.environ[URL], body, headers, method="POST")
+    context = ssl.create_default_context(cafile=os.environ.get(CA))
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    direct.open(request, timeout=PATIENCE_SECONDS).close()
