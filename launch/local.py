@@ -55,6 +55,11 @@ def kubeflow(node: int, nodes: int, port: int) -> Injected:
     return [], {"PET_NNODES": str(nodes), "PET_NODE_RANK": str(node), "PET_MASTER_ADDR": HOST, "PET_MASTER_PORT": str(port)}
 
 
+def kubernetes(node: int, nodes: int, port: int) -> Injected:
+    first = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
+    return [], {"JOB_COMPLETION_INDEX": str(node), "WORLD_SIZE": str(nodes), **first}
+
+
 def volcengine(node: int, nodes: int, port: int) -> Injected:
     ours = {"MLP_ROLE_INDEX": str(node), "MLP_WORKER_NUM": str(nodes)}
     return [], {**ours, "MLP_WORKER_0_HOST": HOST, "MLP_WORKER_0_PORT": str(port)}
@@ -80,7 +85,7 @@ def slurm(node: int, nodes: int, port: int) -> Injected:
 
 PLATFORMS: dict[str, Callable[[int, int, int], Injected]] = {
     "modelarts": modelarts, "modelarts-image": modelarts_image, "pai-dlc": pai_dlc, "kubeflow": kubeflow,
-    "volcengine": volcengine, "sagemaker": sagemaker, "vertex": vertex, "slurm": slurm,
+    "kubernetes": kubernetes, "volcengine": volcengine, "sagemaker": sagemaker, "vertex": vertex, "slurm": slurm,
 }  # fmt: skip
 
 

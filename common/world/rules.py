@@ -264,6 +264,15 @@ def bare_rank(given: Given) -> Optional[World]:
     return node(given, platform, rule, given.number("RANK"), given.number("WORLD_SIZE"), given.env.get("MASTER_ADDR"))
 
 
+def kubernetes(given: Given) -> Optional[World]:
+    """Return the place of an indexed Job's pod by JOB_COMPLETION_INDEX and WORLD_SIZE, which counts pods; None without both."""
+    if not given.has("JOB_COMPLETION_INDEX", "WORLD_SIZE"):  # the index alone may number jobs that have nothing in common
+        return None
+    rank, nodes = given.number("JOB_COMPLETION_INDEX"), given.number("WORLD_SIZE")
+    master, port = given.env.get("MASTER_ADDR"), given.number("MASTER_PORT")
+    return node(given, "kubernetes", "JOB_COMPLETION_INDEX and WORLD_SIZE count pods", rank, nodes, master, port)
+
+
 def volcano(given: Given) -> Optional[World]:
     """Return the place of a Volcano pod, or None. VC_TASK_INDEX counts within one task; with several, the host name decides."""
     tasks = {name: value.split(",") for name, value in given.env.items() if re.fullmatch(r"VC_\w+_HOSTS", name)}
@@ -287,5 +296,5 @@ def plain(given: Given) -> World:
 
 RULES = [
     torchrun, openmpi, slurm, ascend,
-    modelarts_arguments, modelarts_environment, kubeflow, volcengine, sagemaker, vertex, bare_rank, volcano, plain,
+    modelarts_arguments, modelarts_environment, kubeflow, volcengine, sagemaker, vertex, bare_rank, kubernetes, volcano, plain,
 ]  # fmt: skip

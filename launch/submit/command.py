@@ -34,8 +34,8 @@ from launch.submit.secrets import secrets
 
 # {platform: its module in this folder}
 PLATFORMS = {
-    "modelarts": "modelarts", "pai-dlc": "pai_dlc", "sagemaker": "sagemaker", "kubeflow": "kubernetes",
-    "volcano": "kubernetes", "slurm": "slurm", "local": "local",
+    "modelarts": "modelarts", "pai-dlc": "pai_dlc", "sagemaker": "sagemaker", "kubernetes": "kubernetes",
+    "kubeflow": "kubernetes", "volcano": "kubernetes", "slurm": "slurm", "local": "local",
 }  # fmt: skip
 YES_OR_NO = "true|false"
 FOLLOW_SECONDS = 5  # between two requests for a job's state
@@ -45,7 +45,8 @@ FAILED_LOOKS = 10  # requests in a row that may fail: a job runs for days, and a
 def parser() -> argparse.ArgumentParser:
     made = new_parser("submit", __doc__, allow_abbrev=False)
     made.add_argument("job", nargs="?", help="the job's file, such as jobs/train_ddp.py; its own options come after --")
-    made.add_argument("--platform", choices=PLATFORMS, required=True, help="where the job is to run; local: on this machine")
+    where = "where the job is to run; local: on this machine"
+    made.add_argument("--platform", type=platform_name, choices=PLATFORMS, required=True, help=where)
     for field in dataclasses.fields(Request):
         if not field.metadata:
             continue
@@ -63,6 +64,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--follow", type=boolean, metavar=YES_OR_NO, default=False, help=what)
     made.add_argument("--stop", metavar="JOB_ID", help="stop this job")
     return made
+
+
+def platform_name(text: str) -> str:
+    if text == "k8s":
+        raise argparse.ArgumentTypeError("k8s is kubernetes, or kubeflow or volcano where the cluster has one of them")
+    return text
 
 
 def platform_note(about: Mapping[str, Any]) -> str:
@@ -109,10 +116,12 @@ def submit(platform: ModuleType, request: Request, options: argparse.Namespace) 
         print(f"nothing is sent, because there is no credential: {platform.CREDENTIALS}", file=sys.stderr)
     if dry_run:
         shown = masked(body)
-        print(shown if isinstance(shown, str) else json.dumps(shown, indent=2, ensure_ascii=False))
+        print(getattr(platform, "show", as_text)(request, shown))
         if shown != body:
             print(f"what is shown as {HIDDEN} would be sent as it was given", file=sys.stderr)
         return 0
+    for line in platform.warnings(request) if hasattr(platform, "warnings") else ():
+        print(f"warning: {one_line(line)}", file=sys.stderr)
     client = connect(platform, request)
     if request.upload_url:
         upload(request.job, request.upload_url, request.region, request.arguments)
@@ -122,6 +131,10 @@ def submit(platform: ModuleType, request: Request, options: argparse.Namespace) 
     print(f"submitted {job_id}", flush=True)
     print(f"see it at {one_line(platform.console(request, job_id))}", flush=True)
     return follow(platform, client, request, job_id) if options.follow else 0
+
+
+def as_text(_request: Request, body: object) -> str:
+    return body if isinstance(body, str) else json.dumps(body, indent=2, ensure_ascii=False)
 
 
 def masked(body: object) -> Any:

@@ -1,34 +1,39 @@
-"""A Kubernetes cluster: Kubeflow's PyTorchJob and TrainJob, and Volcano's Job, sent through the kubernetes client.
+"""A Kubernetes cluster: an indexed Job, Kubeflow's PyTorchJob and TrainJob, and Volcano's Job, by the kubernetes client.
 
-The job is the container's first process, with no shell before it, so that SIGTERM reaches it; it has GRACE_SECONDS to save
-(a TrainJob: what its runtime sets). /dev/shm is a volume in memory, because a pod's own 64 MB are too few for NCCL and Ray.
+Their pods are in pods.py. What the pods need besides, a Secret and a Service, is made after the job and deleted with it.
 """
 
 import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
-from common.storage.bucket import ADDRESS, ENDPOINTS
+from common.errors import UserError
+from common.secrets import HIDDEN
+from launch.submit import patches, pods
 from launch.submit import request as requests
+from launch.submit.patches import Fields
 from launch.submit.request import Request
 
 SERVICE = "Kubernetes"
 CREDENTIALS = "there is no ~/.kube/config: set KUBECONFIG, or write it with your cluster's own tool"
-CODE = "/code"
-VARIABLE, KEY = "ANYRANK_SECRET", "secret"  # the variable with the secret that the nodes share, and its key in the Secret
-GRACE_SECONDS = 60
-GPU = "nvidia.com/gpu"
-
-# {kind of object: (API group, version, plural, name of its first pod or None if that has to be looked up)}
-KINDS = {
-    "PyTorchJob": ("kubeflow.org", "v1", "pytorchjobs", "{name}-master-0"),
-    "TrainJob": ("trainer.kubeflow.org", "v1alpha1", "trainjobs", None),
-    "Job": ("batch.volcano.sh", "v1alpha1", "jobs", "{name}-master-0"),
-}
+QUEUE = "kueue.x-k8s.io/queue-name"
 ENDED = {"Succeeded": 0, "Complete": 0, "Completed": 0, **dict.fromkeys(["Failed", "Aborted", "Terminated"], 1)}
+MISTAKE = 2  # the exit code of a job that another start would not help
+
+NEWEST, BEFORE = "runtimePatches", "podTemplateOverrides"  # of a TrainJob: since Kubeflow Trainer 2.2, and in 2.1
+SINCE_THE_NEWEST = {"securityContext"}  # fields of a pod and of a container that BEFORE has not
+
+
+class JobKind(NamedTuple):
+    name: str
+    group: str
+    version: str
+    plural: str
+    spec: Callable[[Request], Fields]
+    first_pod: str  # its name
+    labels: str = ""  # of the first pod, where its name ends in random letters
 
 
 def has_credentials(environ: Mapping[str, str]) -> bool:
@@ -36,7 +41,7 @@ def has_credentials(environ: Mapping[str, str]) -> bool:
 
 
 def mistakes(request: Request) -> Iterator[str]:
-    code = request.code_url or ""
+    code, output = request.code_url or "", request.output_url or ""
     if request.runtime and (request.upload_url or request.secret):
         yield "a TrainJob takes neither code from a bucket nor --secret: give --code_url /FOLDER of the image or of --volumes"
     if request.platform == "volcano" and request.hours and request.retries:
@@ -44,39 +49,59 @@ def mistakes(request: Request) -> Iterator[str]:
         yield f"{given}: volcano counts them anew in each start, {request.retries + 1} times: give --retries 0, or no --hours"
     if code.startswith(("obs://", "oss://")) and not request.region:
         yield f"--code_url is {code}: give --region, such as cn-north-4"
+    if _is_lost_with_the_pod(request, output):
+        yield f"--output_url {output} is in no volume, so it is lost with the pod: give --volumes claim:/FOLDER, or a bucket"
+    yield from patches.mistakes(request.patch)
 
 
-def kind_of(request: Request) -> str:
-    return "Job" if request.platform == "volcano" else "TrainJob" if request.runtime else "PyTorchJob"
+def warnings(request: Request) -> Iterator[str]:
+    for name in ("code_url", "data_url"):
+        place = getattr(request, name) or ""
+        if _is_lost_with_the_pod(request, place):
+            yield f"--{name} {place} is in no volume of --volumes, so the image has to have it"
 
 
-def build(request: Request) -> dict[str, Any]:
-    kind = kind_of(request)
-    group, version, _, _ = KINDS[kind]
-    spec = {"PyTorchJob": _pytorch_job, "TrainJob": _train_job, "Job": _volcano_job}[kind](request)
-    metadata = {"name": request.name, "namespace": request.namespace}
-    return {"apiVersion": f"{group}/{version}", "kind": kind, "metadata": metadata, "spec": spec}
+def _is_lost_with_the_pod(request: Request, place: str) -> bool:
+    """Whether the place is a folder of the image; with --patch, which may mount more, that is not known."""
+    folders = [f"{folder.rstrip('/')}/" for folder in pods.claims(request).values()]
+    return place.startswith("/") and not request.patch and not f"{place}/".startswith(tuple(folders))
 
 
-def _pytorch_job(request: Request) -> dict[str, Any]:
+# --- The kinds of jobs --------------------------------------------------------------------------------------------------
+
+
+def _indexed_job(request: Request) -> Fields:
+    """Return the spec of a Job whose completion index is the node. With --retries, a pod that fails is started again."""
+    return requests.given(
+        completionMode="Indexed",
+        completions=request.nodes,
+        parallelism=request.nodes,
+        backoffLimit=request.retries * request.nodes,  # it counts pods
+        activeDeadlineSeconds=request.seconds,
+        podFailurePolicy={"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [MISTAKE]}}]},
+        template=pods.template(request, restartPolicy="Never", subdomain=request.name),
+    )
+
+
+def _pytorch_job(request: Request) -> Fields:
     """Return the spec of a PyTorchJob. With --retries, a container that fails is restarted in its pod, and the job resumes."""
     policy = requests.given(backoffLimit=request.retries, cleanPodPolicy="Running", activeDeadlineSeconds=request.seconds)
+    restart, template = "OnFailure" if request.retries else "Never", pods.template(request)
     replicas = {
-        name: {"replicas": count, "restartPolicy": "OnFailure" if request.retries else "Never", "template": _template(request)}
-        for name, count in _tasks(request).items()
+        name: {"replicas": count, "restartPolicy": restart, "template": template} for name, count in _tasks(request).items()
     }
     processes = str(request.gpus) if request.gpus else None
     return requests.given(runPolicy=policy, pytorchReplicaSpecs=replicas, nprocPerNode=processes)
 
 
-def _volcano_job(request: Request) -> dict[str, Any]:
+def _volcano_job(request: Request) -> Fields:
     """Return a Volcano Job's spec. With --retries, a failure restarts all pods (--min_nodes: that pod), but not exit code 2."""
-    pod = requests.given(**_template(request)["spec"], restartPolicy="Never", activeDeadlineSeconds=request.seconds)
-    tasks: list[dict[str, Any]] = [
-        {"name": name.lower(), "replicas": count, "template": {"spec": pod}} for name, count in _tasks(request).items()
+    template = pods.template(request, restartPolicy="Never", **requests.given(activeDeadlineSeconds=request.seconds))
+    tasks: list[Fields] = [
+        {"name": name.lower(), "replicas": count, "template": template} for name, count in _tasks(request).items()
     ]
     tasks[0]["policies"] = [{"event": "TaskCompleted", "action": "CompleteJob"}]  # the job is complete when its master is
-    mistake = {"exitCode": 2, "action": "TerminateJob"}  # a mistake in the request, which a restart would only repeat
+    mistake = {"exitCode": MISTAKE, "action": "TerminateJob"}  # a mistake in the request, which a restart would only repeat
     restart = "RestartPod" if request.is_elastic else "RestartJob"
     fault = [{"event": event, "action": restart} for event in ("PodFailed", "PodEvicted")]
     again = [mistake, *fault] if request.retries else []
@@ -91,22 +116,24 @@ def _volcano_job(request: Request) -> dict[str, Any]:
     )
 
 
-def _train_job(request: Request) -> dict[str, Any]:
-    """Return the spec of a TrainJob. Its --runtime sets restarts and the grace period; a patch adds volumes to the pods."""
-    container = _container(request)
+def _train_job(request: Request) -> Fields:
+    """Return the spec of a TrainJob. Its --runtime sets restarts and the grace period; a patch changes the runtime's pods."""
+    its = pods.container(request)
     trainer = requests.given(
         numNodes=request.nodes,
-        resourcesPerNode=container["resources"],
-        **{name: container[name] for name in ("image", "command", "env")},
+        resourcesPerNode=its["resources"] or None,
+        **{name: its[name] for name in ("image", "command", "env")},
         numProcPerNode=request.gpus or None,
     )
-    pod = {"volumes": _volumes(request), "containers": [{"name": "node", "volumeMounts": container["volumeMounts"]}]}
-    jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
+    container = {"name": "node", "securityContext": its["securityContext"], "volumeMounts": its["volumeMounts"]}
+    pod = {"securityContext": pods.OF_THE_POD, "containers": [container], "volumes": pods.volumes(request)}
+    template = patches.merged({"spec": pod}, patches.read(request.patch).get("template", {}))
+    jobs = [{"name": "node", "template": {"spec": {"template": template}}}]
     patch = {"manager": "anyrank/submit", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
     return requests.given(
         runtimeRef={"name": request.runtime},
         trainer=trainer,
-        runtimePatches=[patch],
+        **{NEWEST: [patch]},
         activeDeadlineSeconds=request.seconds,
     )
 
@@ -115,93 +142,75 @@ def _tasks(request: Request) -> dict[str, int]:
     return {"Master": 1, **({"Worker": request.nodes - 1} if request.nodes > 1 else {})}
 
 
-# --- The pod -----------------------------------------------------------------------------------------------------------
+JOB_LABELS, TRAIN_JOB_LABELS = (
+    f"{label}={{name}},batch.kubernetes.io/job-completion-index=0"
+    for label in ("batch.kubernetes.io/job-name", "jobset.sigs.k8s.io/jobset-name")
+)
+JOB = JobKind("Job", "batch", "v1", "jobs", _indexed_job, "", JOB_LABELS)
+PYTORCH_JOB = JobKind("PyTorchJob", "kubeflow.org", "v1", "pytorchjobs", _pytorch_job, "{name}-master-0")
+TRAIN_JOB = JobKind("TrainJob", "trainer.kubeflow.org", "v1alpha1", "trainjobs", _train_job, "", TRAIN_JOB_LABELS)
+VOLCANO_JOB = JobKind("Job", "batch.volcano.sh", "v1alpha1", "jobs", _volcano_job, "{name}-master-0")
 
 
-def _template(request: Request) -> dict[str, Any]:
-    pod = {"terminationGracePeriodSeconds": GRACE_SECONDS, "containers": [_container(request)], "volumes": _volumes(request)}
-    return {"spec": {**pod, "initContainers": [_fetcher(request)]} if request.upload_url else pod}
+def kind_of(request: Request) -> JobKind:
+    if request.platform == "kubeflow":
+        return TRAIN_JOB if request.runtime else PYTORCH_JOB
+    return VOLCANO_JOB if request.platform == "volcano" else JOB
 
 
-def _container(request: Request) -> dict[str, Any]:
-    assert request.code_url  # mistakes() has refused a request without it
-    code = CODE if request.upload_url else request.code_url.rstrip("/")
-    mounts = {"shm": "/dev/shm", **({"code": CODE} if request.upload_url else {}), **_claims(request)}
-    return {
-        "name": "pytorch",  # the name that Kubeflow requires
-        "image": request.image,
-        "command": [_literal(word) for word in requests.command(request, code, request.data_url, request.output_url)],
-        "env": [*_variables(request), *_secret_variable(request)],
-        "resources": _resources(request),
-        "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
-        **_secret(request),
+def build(request: Request) -> Fields:
+    kind = kind_of(request)
+    labels = {"labels": {QUEUE: request.queue}} if request.queue else {}
+    metadata = {"name": request.name, "namespace": request.namespace, **labels}
+    metadata = patches.merged(metadata, patches.read(request.patch).get("metadata", {}))
+    return {"apiVersion": f"{kind.group}/{kind.version}", "kind": kind.name, "metadata": metadata, "spec": kind.spec(request)}
+
+
+def beside(request: Request) -> list[Fields]:
+    """Return what the pods of several nodes need besides: a Secret, whose value is made as it is sent, and names in a Job."""
+    if request.nodes == 1:
+        return []
+    metadata = {"name": pods.secret_name(request), "namespace": request.namespace}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {pods.KEY: HIDDEN}}
+    if kind_of(request) is not JOB:
+        return [secret]
+    spec = {
+        "clusterIP": "None",  # a name for each pod
+        "publishNotReadyAddresses": True,  # the nodes look for the first before it is ready
+        "selector": {"batch.kubernetes.io/job-name": request.name},
     }
+    metadata = {"name": request.name, "namespace": request.namespace}
+    return [secret, {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}]
 
 
-def _resources(request: Request) -> dict[str, dict[str, str]]:
-    """Return the container's resources. Cores and memory are requests without a limit: a job may use more of what is free."""
-    sizes = {"cpu": request.cpus and str(request.cpus), "memory": request.memory and f"{request.memory}Gi"}
-    kinds = {
-        "limits": {GPU: str(request.gpus)} if request.gpus else {},
-        "requests": {name: it for name, it in sizes.items() if it},
-    }
-    return {kind: asked for kind, asked in kinds.items() if asked}
+def show(request: Request, body: Any) -> str:
+    """Return all objects as YAML for `kubectl apply -f -`, with what they need in the lines above."""
+    return "".join([*(f"# {line}\n" for line in _needs(request)), _documents([*beside(request), body])])
 
 
-def _fetcher(request: Request) -> dict[str, Any]:
-    """Return the init container that fetches the code from the bucket. It uses the job's image, which must have boto3."""
-    address = ADDRESS.fullmatch(request.code_url or "")
-    assert address  # mistakes() has refused any other address
-    scheme, bucket, prefix = address.groups()
-    program = Path(__file__).with_name("fetch_code.py").read_text()
-    folder = f"{(prefix or '').rstrip('/')}/".lstrip("/")
-    endpoint = ENDPOINTS.get(scheme)  # None for s3://, where boto3 finds the endpoint itself
-    command = ["python", "-c", program, bucket, folder, CODE, "virtual" if endpoint else "auto"]
-    own_endpoint = [{"name": "AWS_ENDPOINT_URL_S3", "value": endpoint.format(region=request.region)}] if endpoint else []
-    return {
-        "name": "fetch-code",
-        "image": request.image,
-        "command": [_literal(word) for word in command],
-        "env": [*_variables(request), *own_endpoint],
-        "volumeMounts": [{"name": "code", "mountPath": CODE}],
-        **_secret(request),
-    }
+def _needs(request: Request) -> Iterator[str]:
+    yield from warnings(request)
+    if request.upload_url:
+        yield f"the code is uploaded to {request.upload_url} before"
+    for claim in pods.claims(request):
+        yield f"the PersistentVolumeClaim {claim} has to be there"
+    if request.secret:
+        yield f"the Secret {request.secret} has to be there"
+    if request.nodes > 1:
+        name = pods.secret_name(request)
+        own = f"kubectl -n {request.namespace} create secret generic {name} --from-literal={pods.KEY}=$(openssl rand -hex 32)"
+        yield f"the Secret {name} gets its value as the job is sent; by hand, in place of the one below: {own}"
+    if request.runtime:
+        yield f"{NEWEST} need Kubeflow Trainer 2.2; a cluster with 2.1 is sent {BEFORE}, without the security contexts"
 
 
-def _variables(request: Request) -> list[dict[str, Any]]:
-    region = {"AWS_REGION": request.region} if request.region else {}
-    given = {"PYTHONUNBUFFERED": "1", **region, **request.environment}
-    return [{"name": name, "value": _literal(value)} for name, value in given.items()]
-
-
-def _literal(text: str) -> str:
-    """Escape each $: in commands and values of variables, Kubernetes replaces $(NAME) with a variable, and $$ with $."""
-    return text.replace("$", "$$")
-
-
-def _secret_variable(request: Request) -> list[dict[str, Any]]:
-    """Return the variable with the secret by which nodes authenticate to each other (docs/security.md); empty for one node."""
-    kept = {"secretKeyRef": {"name": _secret_name(request), "key": KEY}}
-    return [{"name": VARIABLE, "valueFrom": kept}] if request.nodes > 1 else []
-
-
-def _secret_name(request: Request) -> str:
-    return f"{request.name}-nodes"
-
-
-def _secret(request: Request) -> dict[str, Any]:
-    return {"envFrom": [{"secretRef": {"name": request.secret}}]} if request.secret else {}
-
-
-def _claims(request: Request) -> dict[str, str]:
-    """Return {name of a PersistentVolumeClaim: folder where it is mounted}. A volume has the name of its claim."""
-    return dict(volume.split(":", 1) for volume in request.volumes)
-
-
-def _volumes(request: Request) -> list[dict[str, Any]]:
-    code = [{"name": "code", "emptyDir": {}}] if request.upload_url else []
-    claims = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in _claims(request)]
-    return [{"name": "shm", "emptyDir": {"medium": "Memory"}}, *code, *claims]
+def _documents(objects: list[Fields]) -> str:
+    try:
+        import yaml
+    except ImportError:  # JSON is YAML
+        return "---\n".join(f"{json.dumps(one, indent=2)}\n" for one in objects)
+    copies = json.loads(json.dumps(objects))  # without anchors for parts that occur twice
+    return yaml.safe_dump_all(copies, sort_keys=False, allow_unicode=True, width=120)
 
 
 # --- Sending -----------------------------------------------------------------------------------------------------------
@@ -219,8 +228,8 @@ def connect(request: Request) -> Any:
 
 
 def _where(request: Request) -> dict[str, str]:
-    group, version, plural, _ = KINDS[kind_of(request)]
-    return {"group": group, "version": version, "namespace": request.namespace, "plural": plural}
+    kind = kind_of(request)
+    return {"group": kind.group, "version": kind.version, "namespace": request.namespace, "plural": kind.plural}
 
 
 def _objects(client: object) -> Any:
@@ -230,55 +239,97 @@ def _objects(client: object) -> Any:
 
 
 def send(client: object, request: Request, body: Any) -> str:
-    """Create the job and, for several nodes, a Secret that their pods wait for; the cluster deletes the Secret with the job."""
-    created = _objects(client).create_namespaced_custom_object(**_where(request), body=body)["metadata"]
-    if request.nodes > 1:
-        from kubernetes.client import CoreV1Api
-
-        core: Any = CoreV1Api(client)
-        owner = {"apiVersion": body["apiVersion"], "kind": body["kind"], "name": created["name"], "uid": created["uid"]}
-        metadata = {"name": _secret_name(request), "ownerReferences": [owner]}
-        try:
-            core.create_namespaced_secret(request.namespace, {"metadata": metadata, "stringData": {KEY: secrets.token_hex(32)}})
-        except Exception:
-            stop(client, request, created["name"])
-            raise
+    """Create the job, then what is beside it, for which its pods wait; the cluster deletes that with the job."""
+    created = _create(client, request, body)
+    owner = {"apiVersion": body["apiVersion"], "kind": body["kind"], "name": created["name"], "uid": created["uid"]}
+    try:
+        for one in beside(request):
+            one["metadata"]["ownerReferences"] = [owner]
+            _create_beside(client, request, one)
+    except Exception:
+        stop(client, request, created["name"])
+        raise
     return created["name"]
 
 
+def _create(client: object, request: Request, body: Fields) -> Fields:
+    """Create the job, and return its metadata. A field that the cluster does not know is refused, and not left out unseen."""
+    from kubernetes.client.exceptions import ApiException
+
+    def create(form: Fields) -> Fields:
+        sent = _objects(client).create_namespaced_custom_object(**_where(request), body=form, field_validation="Strict")
+        return sent["metadata"]
+
+    try:
+        return create(body)
+    except ApiException as error:
+        if NEWEST not in body["spec"] or NEWEST not in str(error.body):
+            raise
+    return create({**body, "spec": _for_trainer_2_1(body["spec"])})
+
+
+def _for_trainer_2_1(spec: Fields) -> Fields:
+    """Return the spec of a TrainJob with BEFORE in place of NEWEST, without what BEFORE cannot say."""
+    if "activeDeadlineSeconds" in spec:
+        raise UserError("the cluster's Kubeflow Trainer is older than 2.2, and has no time limit for a job: leave --hours out")
+    (patch,) = spec[NEWEST]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    template = job["template"]["spec"]["template"]
+    containers = [_without(one, SINCE_THE_NEWEST) for one in template["spec"]["containers"]]
+    pod = {**_without(template["spec"], SINCE_THE_NEWEST), "containers": containers}
+    override = {"targetJobs": [{"name": job["name"]}], **template, "spec": pod}
+    return {**_without(spec, {NEWEST}), BEFORE: [override]}
+
+
+def _without(fields: Fields, names: set[str]) -> Fields:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+def _create_beside(client: object, request: Request, body: Fields) -> None:
+    from kubernetes.client import CoreV1Api
+
+    core: Any = CoreV1Api(client)
+    if body["kind"] == "Service":
+        core.create_namespaced_service(request.namespace, body)
+    else:
+        core.create_namespaced_secret(request.namespace, {**body, "stringData": {pods.KEY: secrets.token_hex(32)}})
+
+
 def console(request: Request, job_id: str) -> str:
-    group, _, plural, _ = KINDS[kind_of(request)]
-    return f"kubectl -n {request.namespace} describe {plural}.{group} {job_id}"
+    kind = kind_of(request)
+    return f"kubectl -n {request.namespace} describe {kind.plural}.{kind.group} {job_id}"
 
 
 def state(client: object, request: Request, job_id: str) -> tuple[str, Optional[int]]:
-    """Return (state, exit code or None until the job ends). The state is Volcano's phase, Kubeflow's condition or Created."""
+    """Return (state, exit code or None until the job ends): Volcano's phase, the newest condition, or whether pods run."""
     status = _objects(client).get_namespaced_custom_object(**_where(request), name=job_id).get("status") or {}
     true = [condition["type"] for condition in status.get("conditions", []) if condition.get("status") == "True"]
-    name = status.get("state", {}).get("phase") or next((one for one in true if one in ENDED), true[-1] if true else "Created")
+    ended = next((one for one in true if one in ENDED), None)
+    otherwise = "Running" if status.get("ready") else "Created"  # a plain Job has conditions only at its end
+    name = status.get("state", {}).get("phase") or ended or (true[-1] if true else otherwise)
     return name, ENDED.get(name)
 
 
 def log(client: object, request: Request, job_id: str) -> list[str]:
-    """Return the last lines of the first pod's log, in which rank 0 prints the progress; empty if a TrainJob has no pod yet."""
+    """Return the last lines of the first pod's log, in which rank 0 prints the progress; empty if it has no pod yet."""
     from kubernetes.client import CoreV1Api
 
     core: Any = CoreV1Api(client)
-    pattern = KINDS[kind_of(request)][3]
-    name = pattern.format(name=job_id) if pattern else _first_pod(core, request.namespace, job_id)
+    kind = kind_of(request)
+    name = kind.first_pod.format(name=job_id) or _newest_pod(core, request.namespace, kind.labels.format(name=job_id))
     if name is None:
         return []
     answer: Any = core.read_namespaced_pod_log(name, request.namespace, tail_lines=requests.LOG_LINES, _preload_content=False)
     return answer.data.decode(errors="replace").splitlines()
 
 
-def _first_pod(core: Any, namespace: str, job_id: str) -> Optional[str]:
-    """Look up the name of a TrainJob's first pod, which ends in random letters; None before the pod exists."""
-    labels = f"jobset.sigs.k8s.io/jobset-name={job_id},batch.kubernetes.io/job-completion-index=0"
+def _newest_pod(core: Any, namespace: str, labels: str) -> Optional[str]:
+    """Return the name of the pod with these labels that was made last; None before there is one."""
     answer = core.list_namespaced_pod(namespace, label_selector=labels, _preload_content=False)
-    return next((pod["metadata"]["name"] for pod in json.loads(answer.data)["items"]), None)
+    made = [pod["metadata"] for pod in json.loads(answer.data)["items"]]
+    return max(made, key=lambda its: its["creationTimestamp"])["name"] if made else None
 
 
 def stop(client: object, request: Request, job_id: str) -> None:
     """Delete the job, which stops its pods: each gets SIGTERM, and is killed after its grace period."""
-    _objects(client).delete_namespaced_custom_object(**_where(request), name=job_id)
+    _objects(client).delete_namespaced_custom_object(**_where(request), name=job_id, propagation_policy="Background")

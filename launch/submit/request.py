@@ -23,7 +23,7 @@ from launch.options import missing_job
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-CLUSTERS = ("kubeflow", "volcano")
+CLUSTERS = ("kubernetes", "kubeflow", "volcano")
 CLOUDS = ("modelarts", "pai-dlc", "sagemaker")
 CONTAINERS = (*CLOUDS, *CLUSTERS)  # where the job runs in a container
 REMOTE = (*CONTAINERS, "slurm")
@@ -32,6 +32,7 @@ BUCKET = {"modelarts": "obs", "pai-dlc": "oss", "sagemaker": "s3"}  # {platform:
 BOUNDS = {
     "nodes": (1, 1000), "gpus": (0, 16), "cpus": (0, 1024), "memory": (0, 16384), "retries": (0, 30), "hours": (0.1, 24 * 28),
 }  # fmt: skip
+CPUS, MEMORY = 4, 16  # cores and GiB for each GPU, and for a machine without one
 LOG_LINES = 1000  # how many of the last lines of a job's log are requested
 
 
@@ -57,10 +58,10 @@ class Request:
     gpus: int = option("GPUs or NPUs of each machine, 0 for none; with --platform local the processes", 1, kind=int)
     accelerator: str = option("gpu, or npu for Ascend flavors", "gpu", used_by=("modelarts",))
     cpus: Optional[int] = option(
-        "cores of each machine; slurm, unset: 4 for each GPU, 0: what it gives", used_by=SIZED, kind=int
+        "cores of each machine; slurm and clusters, unset: 4 for each GPU, 0: what they give", used_by=SIZED, kind=int
     )
     memory: Optional[int] = option(
-        "GiB of each machine; slurm, unset: 16 for each GPU, 0: what it gives", used_by=SIZED, kind=int
+        "GiB of each machine; slurm and clusters, unset: 16 for each GPU, 0: what they give", used_by=SIZED, kind=int
     )
     data_url: Optional[str] = option("where the data are")
     output_url: Optional[str] = option(
@@ -82,6 +83,8 @@ class Request:
     namespace: str = option("namespace of the cluster", "default", used_by=CLUSTERS)
     runtime: Optional[str] = option("a ClusterTrainingRuntime: makes a TrainJob instead of a PyTorchJob", used_by=("kubeflow",))
     volumes: tuple[str, ...] = option("claim:/FOLDER, mounted in every pod; may be given again", (), used_by=CLUSTERS)
+    queue: Optional[str] = option("a LocalQueue of Kueue that starts the job", used_by=("kubernetes", "kubeflow"))
+    patch: Optional[str] = option("a YAML file that changes the pods, and labels and annotations of the job", used_by=CLUSTERS)
     secret: Optional[str] = option("a Secret whose keys become environment variables", used_by=CLUSTERS)
     script_line: tuple[str, ...] = option(
         "a line that your site's scripts need, such as '#SBATCH --account=lab' or 'module load python'; may be given again",
@@ -102,6 +105,16 @@ class Request:
     def workers(self) -> dict[str, str]:
         """The variable with the number of processes to start on each machine; empty for --gpus 0, so that the job decides."""
         return {"NPROC_PER_NODE": str(self.gpus)} if self.gpus else {}
+
+    @property
+    def cores(self) -> int:
+        """Cores of each machine; 0: what the platform gives."""
+        return CPUS * max(1, self.gpus) if self.cpus is None else self.cpus
+
+    @property
+    def gibibytes(self) -> int:
+        """Memory of each machine; 0: what the platform gives."""
+        return MEMORY * max(1, self.gpus) if self.memory is None else self.memory
 
     @property
     def seconds(self) -> Optional[int]:
@@ -262,9 +275,11 @@ def places(data: Optional[str], output: Optional[str]) -> list[str]:
     return [*(["--data_url", data] if data else []), *(["--output_dir", output] if output else [])]
 
 
-def command(request: Request, code: str, data: Optional[str] = None, output: Optional[str] = None) -> list[str]:
+def command(
+    request: Request, code: str, data: Optional[str] = None, output: Optional[str] = None, python: str = "python"
+) -> list[str]:
     """Return the job's command, with the code in the folder `code`; without a shell, so that a stop signal reaches the job."""
-    return ["python", "-u", f"{code}/{request.job}", *request.options, *places(data, output)]
+    return [python, "-u", f"{code}/{request.job}", *request.options, *places(data, output)]
 
 
 def given(**fields: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -18,8 +19,6 @@ CREDENTIALS = "sbatch is not on this machine; send the script from a login node"
 WARNING_SECONDS = 120  # before the time limit: SLURM tells the job to save, and the script requeues itself
 FAILED = ["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "REVOKED"]
 ENDED = {"COMPLETED": 0, **dict.fromkeys(FAILED, 1)}
-
-CPUS, MEMORY = 4, 16  # cores and GiB for each GPU, and for a node without one
 
 AGAIN = """\
 failures={failures} again= stopped=
@@ -67,7 +66,7 @@ def build(request: Request) -> str:
     # The nodes' secret is made when the job starts, so no stored or shown script contains it (docs/security.md).
     exports = ['export ANYRANK_SECRET="$(od -An -tx1 -N32 /dev/urandom | tr -d " \\n")"'] if request.nodes > 1 else []
     exports += [f"export {name}={shlex.quote(value)}" for name, value in request.environment.items()]
-    words = requests.command(request, code, request.data_url, request.output_url)
+    words = requests.command(request, code, request.data_url, request.output_url, _python(request))
     given = [f"--{name}={value}" for name, value in sizes.items()]  # srun does not take them from the #SBATCH lines
     kill = ["--kill-on-bad-exit=0", "--no-kill"] if request.is_elastic else ["--kill-on-bad-exit=1"]
     run = shlex.join(["srun", *kill, *given, *words])
@@ -77,13 +76,16 @@ def build(request: Request) -> str:
     )
 
 
+def _python(request: Request) -> str:
+    """Return the interpreter that submits the job, or python, which the site's own lines may have chosen."""
+    return "python" if any(not line.startswith("#SBATCH") for line in request.script_line) else sys.executable
+
+
 def _sizes(request: Request) -> dict[str, str]:
     """Return the options for a node's cores and memory: without them, a cluster that binds tasks to cores gives only one."""
-    cpus, memory = (
-        each * max(1, request.gpus) if asked is None else asked
-        for each, asked in ((CPUS, request.cpus), (MEMORY, request.memory))
-    )
-    return {**({"cpus-per-task": str(cpus)} if cpus else {}), **({"mem": f"{memory}G"} if memory else {})}
+    cores = {"cpus-per-task": str(request.cores)} if request.cores else {}
+    memory = {"mem": f"{request.gibibytes}G"} if request.gibibytes else {}
+    return {**cores, **memory}
 
 
 def _folder(request: Request) -> str:

@@ -68,6 +68,8 @@ GOOD = [
     ("Kubeflow 1: fewer processes than GPUs", {}, KUBEFLOW, 8, "kubeflow node 1/2 0/4 4/8 m:23456"),
     ("Kubeflow Trainer 2: only PET_*, nproc auto", {}, {**{k: v for k, v in KUBEFLOW.items() if k.startswith("PET")}, "PET_NPROC_PER_NODE": "auto"}, 2,
      "kubeflow node 1/2 0/2 2/4 m:23456"),
+    ("an indexed Job of Kubernetes", {}, {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "run-0.run", "NPROC_PER_NODE": "4"}, 8, "kubernetes node 1/2 0/4 4/8 run-0.run:29500"),
+    ("an index that numbers jobs of their own", {}, {"JOB_COMPLETION_INDEX": "3"}, 2, "plain node 0/1 0/2 0/2 127.0.0.1:29500"),
     ("torchrun inside a Kubeflow pod", {}, {**KUBEFLOW, **TORCHRUN}, 2, "torchrun process 1/2 1/2 3/4 n0:1234"),
     ("Volcano pytorch plugin", {}, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "m", "MASTER_PORT": "23456", "VC_TASK_INDEX": "0"}, 0, "volcano node 1/2 0/1 1/2 m:23456"),
     ("Volcano env plugin, one task", {}, {"VC_TASK_INDEX": "1", "VC_WORKER_HOSTS": "w-0.j,w-1.j"}, 0, "volcano node 1/2 0/1 1/2 w-0.j:29500"),

@@ -47,7 +47,8 @@ def test_this_machine_runs_the_request_that_would_be_sent(tmp_path):
     done = submit(*words, folder=tmp_path)
     options = " ".join([*request.arguments, "--output_dir", request.output_url])
     assert (
-        f"srun --kill-on-bad-exit=1 --cpus-per-task=4 --mem=16G python -u {ROOT}/jobs/train_ddp.py {options}" in remote
+        f"srun --kill-on-bad-exit=1 --cpus-per-task=4 --mem=16G {sys.executable} -u {ROOT}/jobs/train_ddp.py {options}"
+        in remote
     )  # the same job, the same options
     assert "all nodes have ended, exit codes 0 0" in done.stdout and "epoch=1/2" in done.stdout
     again = shlex.join(["python", "-m", "launch", "submit", *map(str, words[:-2])])
@@ -267,9 +268,18 @@ def test_slurm_asks_for_cores_and_memory_by_the_gpus_unless_told():
     }
     assert asked == {0: ("4", "16G"), 1: ("4", "16G"), 8: ("32", "128G")}
     assert not {"cpus-per-task", "mem"} & header(ask("slurm", cpus=0, memory=0)).keys()
-    assert "srun --kill-on-bad-exit=1 python" in slurm.build(ask("slurm", cpus=0, memory=0))
+    assert f"srun --kill-on-bad-exit=1 {sys.executable} -u " in slurm.build(ask("slurm", cpus=0, memory=0))
     alone = slurm.build(ask("slurm", cpus=0, memory=0, arguments=("--min-nodes=1",)))
-    assert "srun --kill-on-bad-exit=0 --no-kill python" in alone and "#SBATCH --no-kill\n" in alone
+    assert f"srun --kill-on-bad-exit=0 --no-kill {sys.executable} -u " in alone and "#SBATCH --no-kill\n" in alone
+
+
+def test_slurm_runs_the_python_that_submits_it_unless_a_line_of_the_site_may_choose_another():
+    for lines, python in (
+        ((), sys.executable),
+        (("#SBATCH --account=lab",), sys.executable),
+        (("module load python",), "python"),
+    ):
+        assert f" {python} -u {ROOT}/jobs/train_ddp.py" in slurm.build(ask("slurm", script_line=lines))
 
 
 def test_a_cluster_without_such_nodes_is_told_what_was_asked_for(tmp_path, monkeypatch, capsys):

@@ -61,11 +61,18 @@ def cluster_answers(job, objects, states, pod):
     return {
         ("POST", objects): (201, {"metadata": {"name": job, "uid": f"uid of {job}"}}),
         ("POST", SECRETS): (201, {}),
+        ("POST", SERVICES): (201, {}),
         ("GET", f"{objects}/{job}"): [{"status": status} for status in states],
         ("DELETE", f"{objects}/{job}"): {"kind": "Status", "status": "Success"},
         ("GET", f"{pods}/{pod}/log"): ["\n".join(LOG[:n]) for n in (1, 2, 3)],
-        ("GET", f"{pods}?labelSelector="): {"items": [{"metadata": {"name": pod}}]},
+        ("GET", f"{pods}?labelSelector="): {"items": pods_named(f"{pod}-before", pod)},
     }
+
+
+def pods_named(*names):
+    """The later ones were made later."""
+    times = [f"2026-11-30T10:00:{number:02d}Z" for number in range(len(names))]
+    return [{"metadata": {"name": name, "creationTimestamp": time}} for name, time in zip(names, times)]
 
 
 def conditions(last):
@@ -77,11 +84,17 @@ def conditions(last):
     ]
 
 
-SECRETS = "/api/v1/namespaces/default/secrets"
+SECRETS, SERVICES = "/api/v1/namespaces/default/secrets", "/api/v1/namespaces/default/services"
 KUBEFLOW, TRAINER = (
     "/apis/kubeflow.org/v1/namespaces/default/pytorchjobs",
     "/apis/trainer.kubeflow.org/v1alpha1/namespaces/default/trainjobs",
 )
+JOBS = "/apis/batch/v1/namespaces/default/jobs"
+COUNTS = [
+    {},
+    {"active": 2, "ready": 2},
+    {"conditions": [{"type": one, "status": "True"} for one in ("SuccessCriteriaMet", "Complete")]},
+]
 VOLCANO = "/apis/batch.volcano.sh/v1alpha1/namespaces/default/jobs"
 PHASES = [{"state": {"phase": name}} for name in ("Pending", "Running", "Completed")]
 
@@ -98,6 +111,8 @@ PLACES = [
      f"Bearer {CANARY}", "kubectl -n default describe pytorchjobs.kubeflow.org job-1", ["Created", "Running", "Succeeded"]),
     ("TrainJob", "kubeflow", {"name": "job-1", **TRAIN_JOB}, cluster_answers("job-1", TRAINER, conditions("Complete"), "job-1-node-0-0-x7f2p"), TRAINER,
      f"Bearer {CANARY}", "kubectl -n default describe trainjobs.trainer.kubeflow.org job-1", ["Created", "Running", "Complete"]),
+    ("Job", "kubernetes", {"name": "job-1"}, cluster_answers("job-1", JOBS, COUNTS, "job-1-0-x7f2p"), JOBS,
+     f"Bearer {CANARY}", "kubectl -n default describe jobs.batch job-1", ["Created", "Running", "Complete"]),
     ("vcjob", "volcano", {"name": "job-1"}, cluster_answers("job-1", VOLCANO, PHASES, "job-1-master-0"), VOLCANO,
      f"Bearer {CANARY}", "kubectl -n default describe jobs.batch.volcano.sh job-1", ["Pending", "Running", "Completed"]),
 ]  # fmt: skip
@@ -157,7 +172,9 @@ def test_a_job_is_sent_followed_and_stopped(what, platform, changes, answers, pa
     assert {asked for _, asked, *_ in server.asked if "encryption" in asked} == looks
     method, asked, headers, body = next(row for row in server.asked if row[1] not in looks)
     headers = {name.lower(): value for name, value in headers.items()}
+    asked, _, strict = asked.partition("?")
     assert (method, asked) == ("POST", path)
+    assert strict == ("fieldValidation=Strict" if path.startswith("/apis") else "")
     assert re.fullmatch(signature, headers["authorization"]), headers["authorization"]
     if "x-acs-content-sha256" in headers:
         assert headers["x-acs-content-sha256"] == hashlib.sha256(body).hexdigest()
@@ -191,13 +208,16 @@ def test_the_nodes_of_a_cluster_get_a_secret_of_their_own(row, sent, capsys):
         server = sent({**answers, ("POST", SECRETS): answer})
         request = ask(platform, **changes)
         code = submit.main(words_of(request))
-        (_, job), (where, made) = server.bodies("POST")
+        (_, job), (where, made), *others = server.bodies("POST")
         assert where == SECRETS and made["metadata"]["name"] == "job-1-nodes"
         assert [(owner["name"], owner["uid"]) for owner in made["metadata"]["ownerReferences"]] == [("job-1", "uid of job-1")]
         found.append(made["stringData"]["secret"])
+        named = [(place, one["metadata"]["name"], one["metadata"]["ownerReferences"][0]["uid"]) for place, one in others]
+        assert named == [(SERVICES, "job-1", "uid of job-1")] * (platform == "kubernetes" and answer[0] == 201)
         variable = {"name": "ANYRANK_SECRET", "valueFrom": {"secretKeyRef": {"name": "job-1-nodes", "key": "secret"}}}
         assert json.dumps(variable) in json.dumps(job)
         stopped = [asked for method, asked, *_ in server.asked if method == "DELETE"]
+        stopped = [asked.partition("?")[0] for asked in stopped]
         assert (code, stopped) == ((0, []) if answer[0] == 201 else (2, [f"{path}/job-1"]))
     assert len(set(found)) == 3 and all(len(secret) == 64 for secret in found)
     assert not any(secret in "".join(capsys.readouterr()) for secret in found)
@@ -341,6 +361,9 @@ CRDS = {
         "nodeSelector",
         "affinity",
         "tolerations",
+        "imagePullSecrets",
+        "securityContext",
+        "schedulingGates",
     },
     "Job": {"schedulerName", "minAvailable", "volumes", "tasks", "policies", "plugins", "queue", "maxRetry"},
     "Job.task": {"name", "replicas", "minAvailable", "template", "policies"},
@@ -357,11 +380,21 @@ def typed(kind, value):
 
 @pytest.mark.parametrize(
     "platform, changes",
-    [("kubeflow", {}), ("kubeflow", {"gpus": 0, "nodes": 1, "hours": None}), ("volcano", {}), ("kubeflow", TRAIN_JOB)],
+    [
+        ("kubeflow", {}),
+        ("kubeflow", {"gpus": 0, "nodes": 1, "hours": None}),
+        ("volcano", {}),
+        ("kubeflow", TRAIN_JOB),
+        ("kubernetes", {}),
+    ],
 )
 def test_objects_of_a_cluster_have_only_fields_of_their_definition(platform, changes):
     body = kubernetes.build(ask(platform, **changes))
     kind, spec = body["kind"], body["spec"]
+    if platform == "kubernetes":
+        assert typed("V1Job", body) == body
+        assert [typed(f"V1{one['kind']}", one) for one in kubernetes.beside(ask(platform))] == kubernetes.beside(ask(platform))
+        return
     assert set(body) == {"apiVersion", "kind", "metadata", "spec"} and set(spec) <= CRDS[kind]
     if kind == "TrainJob":
         (job,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]

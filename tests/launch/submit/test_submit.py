@@ -9,9 +9,10 @@ import re
 import sys
 
 import pytest
+import yaml
 
 from launch.submit import command as submit
-from launch.submit import main, request
+from launch.submit import kubernetes, main, request
 from launch.submit.command import PLATFORMS, new_lines, parser
 from launch.submit.request import Request, describe, mistakes
 from launch.submit.secrets import secrets
@@ -88,20 +89,26 @@ GOOD = [
     ("kubeflow", {}, "spec.pytorchReplicaSpecs.Worker.replicas", 1),
     ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.restartPolicy", "OnFailure"),
     ("kubeflow", {"retries": 0}, "spec.pytorchReplicaSpecs.Master.restartPolicy", "Never"),
-    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.terminationGracePeriodSeconds", 60),
-    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.volumes.0", {"name": "shm", "emptyDir": {"medium": "Memory"}}),
+    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.terminationGracePeriodSeconds", 300),
+    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.volumes.0", {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}}),
     ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.command", ["python", "-u", "/code/jobs/train_ddp.py", "--epochs", "2", "--lr", "0.1", "--data_url", "/mnt/cifar", "--output_dir", "/mnt/runs/7"]),
-    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.resources.limits", {"nvidia.com/gpu": "8"}),
-    ("kubeflow", {"cpus": 8, "memory": 64}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.resources", {"limits": {"nvidia.com/gpu": "8"}, "requests": {"cpu": "8", "memory": "64Gi"}}),
-    ("volcano", {"cpus": 8, "gpus": 0}, "spec.tasks.0.template.spec.containers.0.resources", {"requests": {"cpu": "8"}}),
+    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.resources.limits", {"nvidia.com/gpu": "8", "cpu": "32", "memory": "128Gi"}),
+    ("kubeflow", {"cpus": 8, "memory": 64}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.resources.requests", {"nvidia.com/gpu": "8", "cpu": "8", "memory": "64Gi"}),
+    ("volcano", {"cpus": 8, "gpus": 0}, "spec.tasks.0.template.spec.containers.0.resources.limits", {"cpu": "8", "memory": "16Gi"}),
     ("pai-dlc", {"flavor": None, "pool": "quota1", "cpus": 8, "memory": 64}, "JobSpecs.0.ResourceConfig", {"GPU": "8", "CPU": "8", "Memory": "64Gi"}),
-    ("kubeflow", {"gpus": 0}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.resources", {}),
+    ("kubeflow", {"gpus": 0, "cpus": 0, "memory": 0}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.resources", {}),
     ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.envFrom", [{"secretRef": {"name": "keys"}}]),
-    ("kubeflow", {"code_url": "obs://bkt/c", "region": "cn-north-4"}, "spec.pytorchReplicaSpecs.Master.template.spec.initContainers.0.env.3", {"name": "AWS_ENDPOINT_URL_S3", "value": "https://obs.cn-north-4.myhuaweicloud.com"}),
+    ("kubeflow", {"code_url": "obs://bkt/c", "region": "cn-north-4"}, "spec.pytorchReplicaSpecs.Master.template.spec.initContainers.0.env.5", {"name": "AWS_ENDPOINT_URL_S3", "value": "https://obs.cn-north-4.myhuaweicloud.com"}),
     ("kubeflow", {"runtime": "torch-distributed", "code_url": "/mnt/code", "secret": None}, "kind", "TrainJob"),
     ("kubeflow", {"runtime": "torch-distributed", "code_url": "/mnt/code", "secret": None}, "spec.runtimeRef", {"name": "torch-distributed"}),
     ("kubeflow", {"runtime": "torch-distributed", "code_url": "/mnt/code", "secret": None}, "spec.trainer.numProcPerNode", 8),
     ("kubeflow", {"runtime": "torch-distributed", "code_url": "/mnt/code", "secret": None}, "spec.trainer.command.2", "/mnt/code/jobs/train_ddp.py"),
+    ("kubernetes", {}, "metadata.labels", {"kueue.x-k8s.io/queue-name": "team"}),
+    ("kubernetes", {}, "spec.completionMode", "Indexed"),
+    ("kubernetes", {}, "spec.backoffLimit", 6),
+    ("kubernetes", {}, "spec.podFailurePolicy.rules", [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}]),
+    ("kubernetes", {}, "spec.template.spec.restartPolicy", "Never"),
+    ("kubernetes", {"nodes": 1, "gpus": 0}, "spec.template.spec.containers.0.env.3", {"name": "WORLD_SIZE", "value": "1"}),
     ("volcano", {}, "spec.plugins.pytorch", ["--master=master", "--worker=worker", "--port=23456"]),
     ("volcano", {}, "spec.minAvailable", 2),
     ("volcano", {}, "spec.queue", "gold"),
@@ -175,7 +182,10 @@ BAD = [
     ("slurm", {"script_line": ("a\nb",)}, "--script_line has a line end in it"),
     ("slurm", {"cpus": 5000}, "--cpus is 5000: give 0 to 1024"),
     ("pai-dlc", {"cpus": 8}, "--flavor says which cores and memory a machine has: leave out --cpus and --memory"),
-    ("modelarts", {"memory": 8}, "--memory is for pai-dlc, kubeflow, volcano, slurm, not for modelarts"),
+    ("volcano", {"output_url": "/runs/7"}, "--output_url /runs/7 is in no volume, so it is lost with the pod: give --volumes claim:/FOLDER, or a bucket"),
+    ("volcano", {"queue": "team"}, "--queue is for kubernetes, kubeflow, not for volcano"),
+    ("kubernetes", {"patch": "/none.yaml"}, "--patch /none.yaml cannot be read: [Errno 2] No such file"),
+    ("modelarts", {"memory": 8}, "--memory is for pai-dlc, kubernetes, kubeflow, volcano, slurm, not for modelarts"),
     ("slurm", {"spot": True}, "--spot is for modelarts, pai-dlc, sagemaker, not for slurm"),
     ("local", {"arguments": ("--epochs",)}, "'--epochs' does not have the form --NAME VALUE"),
     ("local", {"arguments": ("2",)}, "'2' does not have the form --NAME VALUE"),
@@ -259,7 +269,10 @@ def nothing_known(monkeypatch, tmp_path):
 def test_without_a_credential_the_request_is_shown_and_nothing_sent(platform, nothing_known, capsys):
     assert main(words_of(ask(platform))) == 0
     printed, body = capsys.readouterr(), FILES[platform].build(ask(platform))
-    assert (printed.out[:-1] if isinstance(body, str) else json.loads(printed.out)) == body
+    if platform in request.CLUSTERS:
+        assert list(yaml.safe_load_all(printed.out)) == [*kubernetes.beside(ask(platform)), body]
+    else:
+        assert (printed.out[:-1] if isinstance(body, str) else json.loads(printed.out)) == body
     assert printed.err == f"nothing is sent, because there is no credential: {FILES[platform].CREDENTIALS}\n"
 
 
@@ -309,7 +322,7 @@ def test_neither_a_job_nor_one_to_stop_is_a_mistake(capsys):
 
 def test_the_commands_of_the_table_of_platforms_are_requests_without_a_mistake():
     rows = re.findall(r"^\| [^|]+ \| `([a-z-]+ --[^`]+)` \|$", (ROOT / "docs" / "platforms.md").read_text(), re.MULTILINE)
-    assert [row.split()[0] for row in rows] == ["modelarts", "pai-dlc", "sagemaker", "kubeflow", "slurm"]
+    assert [row.split()[0] for row in rows] == ["modelarts", "pai-dlc", "sagemaker", "kubernetes", "slurm"]
     for row in rows:
         words = row.replace("ARN", OWN["sagemaker"]["role"]).split()
         options = submit.parser().parse_args(["jobs/train_ddp.py", "--nodes", "2", "--gpus", "8", "--platform", *words])

@@ -1,0 +1,95 @@
+"""--patch FILE: what a cluster wants of its pods that submit has no option for, merged as `kubectl patch` merges it.
+
+    metadata:                          # of the job: labels and annotations
+      labels: {team: vision}
+    template:                          # of its pods, as in a Job
+      spec:
+        tolerations: [{key: nvidia.com/gpu, operator: Exists}]
+        imagePullSecrets: [{name: registry}]
+        securityContext: {runAsUser: null}
+
+null takes a field away. Of a list in KEYS an item changes the one with the same key, and is added where there is none; with
+`$patch: delete` it takes that one away. Another list stands in the place of the old one.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Optional
+
+from common.errors import UserError, one_line
+from launch.submit import request as requests
+
+Fields = dict[str, Any]  # of an object of Kubernetes
+
+# {list: the key by which strategic merge patches know its items}; of the API reference of Kubernetes
+KEYS = {
+    "containers": "name", "initContainers": "name", "volumes": "name", "env": "name", "imagePullSecrets": "name",
+    "resourceClaims": "name", "schedulingGates": "name", "volumeMounts": "mountPath", "volumeDevices": "devicePath",
+    "ports": "containerPort", "hostAliases": "ip", "topologySpreadConstraints": "topologyKey",
+}  # fmt: skip
+KNOWN = {"": {"metadata", "template"}, "metadata": {"labels", "annotations"}, "template": {"metadata", "spec"}}
+
+
+def read(path: Optional[str]) -> Fields:
+    """Return the content of the file, {} without one; UserError if it is no such file."""
+    if path is None:
+        return {}
+    yaml = _yaml()
+    try:
+        with open(path) as file:
+            content = yaml.safe_load(file) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--patch {path} cannot be read: {one_line(error)}") from None
+    for place, known in KNOWN.items():
+        part = content.get(place, {}) if place else content
+        if not isinstance(part, dict) or not set(part) <= known:
+            raise UserError(f"--patch {path}: {place or 'the file'} may have {' and '.join(sorted(known))} alone")
+    _require_keys(content, path)
+    return content
+
+
+def mistakes(path: Optional[str]) -> Iterator[str]:
+    try:
+        read(path)
+    except UserError as error:
+        yield str(error)
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise requests.not_installed("yaml", "kubernetes") from None
+    return yaml
+
+
+def _require_keys(value: object, path: str, field: str = "") -> None:
+    """Raise UserError for an item of a list in KEYS that lacks its key."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _require_keys(inner, path, name)
+    elif isinstance(value, list):
+        for item in value:
+            if field in KEYS and (not isinstance(item, dict) or KEYS[field] not in item):
+                raise UserError(f"--patch {path}: an item of {field} has no {KEYS[field]}: give each one")
+            _require_keys(item, path)
+
+
+def merged(value: Any, change: Any, field: str = "") -> Any:
+    """Return the value of a field as the change makes it."""
+    if isinstance(change, dict):
+        old = value if isinstance(value, dict) else {}
+        names = [name for name in {**old, **change} if change.get(name, "") is not None]
+        return {name: merged(old.get(name), change[name], name) if name in change else old[name] for name in names}
+    if isinstance(change, list) and isinstance(value, list) and field in KEYS:
+        return _merged_items(value, change, KEYS[field])
+    return change
+
+
+def _merged_items(items: list[Fields], changes: list[Fields], key: str) -> list[Fields]:
+    found = {item[key]: item for item in items}
+    for change in changes:
+        if change.get("$patch") == "delete":
+            found.pop(change[key], None)
+        else:
+            found[change[key]] = merged(found.get(change[key]), change)
+    return list(found.values())

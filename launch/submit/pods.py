@@ -1,0 +1,139 @@
+"""The pods of a job on a Kubernetes cluster, alike for all kinds of jobs, as the pod security standard "restricted" has them.
+
+The job is the container's first process, with no shell before it, so that SIGTERM reaches it; it has GRACE_SECONDS to save.
+It runs as USER in the folder SCRATCH, the only one beside /tmp that it may surely write to. /dev/shm is a volume in memory,
+because a pod's own 64 MB are too few for NCCL and Ray. What else a cluster wants is in the file of --patch (patches.py).
+"""
+
+from pathlib import Path
+from typing import Any
+
+from common.storage.bucket import ADDRESS, ENDPOINTS
+from launch.submit import patches
+from launch.submit import request as requests
+from launch.submit.patches import Fields
+from launch.submit.request import Request
+
+CODE, SCRATCH = "/code", "/scratch"
+VARIABLE, KEY = "ANYRANK_SECRET", "secret"  # the variable with the secret that the nodes share, and its key in the Secret
+GRACE_SECONDS = 300
+GPU = "nvidia.com/gpu"
+USER = 1000  # the user and the group of the processes, and the group of new files on volumes
+
+OF_THE_POD = {
+    "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch",
+    "seccompProfile": {"type": "RuntimeDefault"},
+}  # fmt: skip
+OF_A_CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def template(request: Request, **more: Any) -> Fields:
+    """Return a pod template, as --patch changes it. `more`: fields of its spec that the kind of job needs."""
+    pod = {
+        **more,
+        "securityContext": OF_THE_POD,
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        **({"initContainers": [_fetcher(request)]} if request.upload_url else {}),
+        "containers": [container(request)],
+        "volumes": volumes(request),
+    }
+    return patches.merged({"spec": pod}, patches.read(request.patch).get("template", {}))
+
+
+def container(request: Request) -> Fields:
+    assert request.code_url  # mistakes() has refused a request without it
+    code = CODE if request.upload_url else request.code_url.rstrip("/")
+    code_mount = {"code": CODE} if request.upload_url else {}
+    mounts = {"shm": "/dev/shm", "scratch": SCRATCH, **code_mount, **claims(request)}
+    return {
+        "name": "pytorch",  # the name that Kubeflow requires
+        "image": request.image,
+        "command": [_literal(word) for word in requests.command(request, code, request.data_url, request.output_url)],
+        "workingDir": SCRATCH,
+        "env": [*_variables(request), *_secret_variable(request)],
+        "resources": _resources(request),
+        "securityContext": OF_A_CONTAINER,
+        "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
+        **_secret(request),
+    }
+
+
+def _resources(request: Request) -> dict[str, dict[str, str]]:
+    """Return what a pod gets: the limits are the requests, so that no neighbour takes memory from it, nor it from them."""
+    sizes = {
+        **({GPU: str(request.gpus)} if request.gpus else {}),
+        **({"cpu": str(request.cores)} if request.cores else {}),
+        **({"memory": f"{request.gibibytes}Gi"} if request.gibibytes else {}),
+    }
+    return {"limits": sizes, "requests": sizes} if sizes else {}
+
+
+def _fetcher(request: Request) -> Fields:
+    """Return the init container that fetches the code from the bucket. It uses the job's image, which must have boto3."""
+    address = ADDRESS.fullmatch(request.code_url or "")
+    assert address  # mistakes() has refused any other address
+    scheme, bucket, prefix = address.groups()
+    program = Path(__file__).with_name("fetch_code.py").read_text()
+    folder = f"{(prefix or '').rstrip('/')}/".lstrip("/")
+    endpoint = ENDPOINTS.get(scheme)  # None for s3://, where boto3 finds the endpoint itself
+    command = ["python", "-c", program, bucket, folder, CODE, "virtual" if endpoint else "auto"]
+    own_endpoint = [{"name": "AWS_ENDPOINT_URL_S3", "value": endpoint.format(region=request.region)}] if endpoint else []
+    return {
+        "name": "fetch-code",
+        "image": request.image,
+        "command": [_literal(word) for word in command],
+        "env": [*_variables(request), *own_endpoint],
+        "resources": _resources(request),
+        "securityContext": OF_A_CONTAINER,
+        "volumeMounts": [{"name": "code", "mountPath": CODE}],
+        **_secret(request),
+    }
+
+
+def _variables(request: Request) -> list[Fields]:
+    """Return the variables of a container; its user may have neither a home nor a name in the image."""
+    region = {"AWS_REGION": request.region} if request.region else {}
+    own = {"PYTHONUNBUFFERED": "1", "HOME": SCRATCH, "USER": "anyrank"}
+    given = {**own, **place_of_a_node(request), **region, **request.environment}
+    return [{"name": name, "value": _literal(value)} for name, value in given.items()]
+
+
+def place_of_a_node(request: Request) -> dict[str, str]:
+    """Return what a plain Job does not say by itself to its pods; their number is in JOB_COMPLETION_INDEX."""
+    if request.platform != "kubernetes":
+        return {}
+    first = {"MASTER_ADDR": f"{request.name}-0.{request.name}", "MASTER_PORT": "23456"} if request.nodes > 1 else {}
+    return {"WORLD_SIZE": str(request.nodes), **first, **request.workers}
+
+
+def _literal(text: str) -> str:
+    """Escape each $: in commands and values of variables, Kubernetes replaces $(NAME) with a variable, and $$ with $."""
+    return text.replace("$", "$$")
+
+
+def _secret_variable(request: Request) -> list[Fields]:
+    """Return the variable with the secret by which nodes authenticate to each other (docs/security.md); empty for one node."""
+    kept = {"secretKeyRef": {"name": secret_name(request), "key": KEY}}
+    return [{"name": VARIABLE, "valueFrom": kept}] if request.nodes > 1 else []
+
+
+def secret_name(request: Request) -> str:
+    return f"{request.name}-nodes"
+
+
+def _secret(request: Request) -> Fields:
+    return {"envFrom": [{"secretRef": {"name": request.secret}}]} if request.secret else {}
+
+
+def claims(request: Request) -> dict[str, str]:
+    """Return {name of a PersistentVolumeClaim: folder where it is mounted}. A volume has the name of its claim."""
+    return {claim: folder for claim, _, folder in (volume.partition(":") for volume in request.volumes)}
+
+
+def volumes(request: Request) -> list[Fields]:
+    """Return the volumes of a pod. What is in /dev/shm counts as memory of the pod, so it may take half of that."""
+    half = max(1, (request.gibibytes or requests.MEMORY) // 2)
+    memory = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{half}Gi"}}
+    code = [{"name": "code", "emptyDir": {}}] if request.upload_url else []
+    claimed = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in claims(request)]
+    return [memory, {"name": "scratch", "emptyDir": {}}, *code, *claimed]
