@@ -3,9 +3,12 @@
 Their pods are in pods.py. What the pods need besides, a Secret and a Service, is made after the job and deleted with it.
 """
 
+import contextlib
 import json
 import os
+import re
 import secrets
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -22,8 +25,19 @@ QUEUE = "kueue.x-k8s.io/queue-name"
 ENDED = {"Succeeded": 0, "Complete": 0, "Completed": 0, **dict.fromkeys(["Failed", "Aborted", "Terminated"], 1)}
 MISTAKE = 2  # the exit code of a job that another start would not help
 
-NEWEST, BEFORE = "runtimePatches", "podTemplateOverrides"  # of a TrainJob: since Kubeflow Trainer 2.2, and in 2.1
-SINCE_THE_NEWEST = {"securityContext"}  # fields of a pod and of a container that BEFORE has not
+# What changes the pods of a TrainJob: since Kubeflow Trainer 2.2, and in 2.1, which has no security contexts.
+PATCHES = "runtimePatches"
+OVERRIDES = "podTemplateOverrides"
+SINCE_2_2 = {"securityContext"}
+HAS_NO_PATCHES = re.compile(r'unknown field \\*"spec\.runtimePatches\\*"')  # what a cluster with 2.1 answers
+# The fields of a pod and of its container that these may change, and those of a container that a TrainJob has elsewhere.
+OF_A_PATCHED_POD = {
+    "serviceAccountName", "volumes", "initContainers", "containers", "imagePullSecrets", "securityContext", "nodeSelector",
+    "affinity", "tolerations", "schedulingGates",
+}  # fmt: skip
+OF_A_PATCHED_CONTAINER = {"name", "volumeMounts", "securityContext"}
+OF_A_TRAINER = {"image", "command", "args", "env", "resources"}
+LONGEST_TRAIN_JOB = 45  # letters of a name that leave room for what JobSet adds
 
 
 class JobKind(NamedTuple):
@@ -41,7 +55,12 @@ def has_credentials(environ: Mapping[str, str]) -> bool:
 
 
 def mistakes(request: Request) -> Iterator[str]:
-    code, output = request.code_url or "", request.output_url or ""
+    wrong_patch = list(patches.mistakes(request.patch))
+    yield from wrong_patch or _mistakes(request)
+
+
+def _mistakes(request: Request) -> Iterator[str]:
+    code = request.code_url or ""
     if request.runtime and (request.upload_url or request.secret):
         yield "a TrainJob takes neither code from a bucket nor --secret: give --code_url /FOLDER of the image or of --volumes"
     if request.platform == "volcano" and request.hours and request.retries:
@@ -49,36 +68,61 @@ def mistakes(request: Request) -> Iterator[str]:
         yield f"{given}: volcano counts them anew in each start, {request.retries + 1} times: give --retries 0, or no --hours"
     if code.startswith(("obs://", "oss://")) and not request.region:
         yield f"--code_url is {code}: give --region, such as cn-north-4"
-    if _is_lost_with_the_pod(request, output):
-        yield f"--output_url {output} is in no volume, so it is lost with the pod: give --volumes claim:/FOLDER, or a bucket"
-    yield from patches.mistakes(request.patch)
+    if taken := pods.OWN_FOLDERS & {folder.rstrip("/") for _, folder in pods.mounts(request)}:
+        yield f"--volumes: {taken.pop()} is a folder of the pod itself: mount the claim elsewhere"
+    if _is_lost_with_the_pod(request, request.output_url):
+        place = f"--output_url {request.output_url}"
+        yield f"{place} is in no volume, so it is lost with the pod: give --volumes claim:/FOLDER, or a bucket"
+    if request.runtime:
+        yield from _mistakes_of_a_train_job(request)
+
+
+def _mistakes_of_a_train_job(request: Request) -> Iterator[str]:
+    if len(request.name or "") > LONGEST_TRAIN_JOB:
+        yield f"--name is {request.name}: a TrainJob takes {LONGEST_TRAIN_JOB} letters at most"
+    if not request.patch:
+        return
+    pod = _pod_of_a_train_job(request)
+    node, *others = pod["containers"]
+    strange = sorted({*pod} - OF_A_PATCHED_POD) + sorted({*node} - OF_A_PATCHED_CONTAINER - OF_A_TRAINER)
+    strange += [f"a container {one['name']}" for one in others]
+    if strange:
+        yield f"--patch: a TrainJob, whose container is node, cannot change {', '.join(strange)}: its runtime has to have it"
 
 
 def warnings(request: Request) -> Iterator[str]:
     for name in ("code_url", "data_url"):
-        place = getattr(request, name) or ""
-        if _is_lost_with_the_pod(request, place):
-            yield f"--{name} {place} is in no volume of --volumes, so the image has to have it"
+        if _is_lost_with_the_pod(request, getattr(request, name)):
+            yield f"--{name} {getattr(request, name)} is in no volume of --volumes, so the image has to have it"
 
 
-def _is_lost_with_the_pod(request: Request, place: str) -> bool:
-    """Whether the place is a folder of the image; with --patch, which may mount more, that is not known."""
-    folders = [f"{folder.rstrip('/')}/" for folder in pods.claims(request).values()]
-    return place.startswith("/") and not request.patch and not f"{place}/".startswith(tuple(folders))
+def _is_lost_with_the_pod(request: Request, place: Optional[str]) -> bool:
+    """Whether the place is a folder of the pod or the image, and in no volume, also of --patch."""
+    if not place or not place.startswith("/") or not request.code_url:
+        return False
+    container = {**pods.container(request), "name": "node" if request.runtime else "pytorch"}
+    change = patches.read(request.patch).get("template", {}).get("spec", {}).get("containers", [])
+    merged = patches.merged([container], change, "containers")
+    paths = {one["mountPath"].rstrip("/") for one in merged[0].get("volumeMounts", [])} - pods.OWN_FOLDERS
+    return not f"{place}/".startswith(tuple(f"{path}/" for path in paths))
 
 
 # --- The kinds of jobs --------------------------------------------------------------------------------------------------
 
 
 def _indexed_job(request: Request) -> Fields:
-    """Return the spec of a Job whose completion index is the node. With --retries, a pod that fails is started again."""
+    """Return the spec of a Job whose completion index is the node. With --retries, a pod that fails is started again; one that
+    was taken away, as its machine is needed, does not count."""
+    exit_codes = {"containerName": "pytorch", "operator": "In", "values": [MISTAKE]}
+    mistake = {"action": "FailJob", "onExitCodes": exit_codes}
+    lost = [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
     return requests.given(
         completionMode="Indexed",
         completions=request.nodes,
         parallelism=request.nodes,
         backoffLimit=request.retries * request.nodes,  # it counts pods
         activeDeadlineSeconds=request.seconds,
-        podFailurePolicy={"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [MISTAKE]}}]},
+        podFailurePolicy={"rules": [mistake, *(lost if request.retries else [])]},
         template=pods.template(request, restartPolicy="Never", subdomain=request.name),
     )
 
@@ -118,34 +162,42 @@ def _volcano_job(request: Request) -> Fields:
 
 def _train_job(request: Request) -> Fields:
     """Return the spec of a TrainJob. Its --runtime sets restarts and the grace period; a patch changes the runtime's pods."""
-    its = pods.container(request)
+    pod = _pod_of_a_train_job(request)
+    container = pod["containers"][0]
     trainer = requests.given(
         numNodes=request.nodes,
-        resourcesPerNode=its["resources"] or None,
-        **{name: its[name] for name in ("image", "command", "env")},
+        resourcesPerNode=container["resources"] or None,
+        **{name: container[name] for name in ("image", "command", "args", "env") if name in container},
         numProcPerNode=request.gpus or None,
     )
-    container = {"name": "node", "securityContext": its["securityContext"], "volumeMounts": its["volumeMounts"]}
-    pod = {"securityContext": pods.OF_THE_POD, "containers": [container], "volumes": pods.volumes(request)}
-    template = patches.merged({"spec": pod}, patches.read(request.patch).get("template", {}))
+    patched = {name: value for name, value in container.items() if name in OF_A_PATCHED_CONTAINER}
+    metadata = patches.read(request.patch).get("template", {}).get("metadata")
+    template = requests.given(metadata=metadata, spec={**pod, "containers": [patched]})
     jobs = [{"name": "node", "template": {"spec": {"template": template}}}]
     patch = {"manager": "anyrank/submit", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
     return requests.given(
         runtimeRef={"name": request.runtime},
         trainer=trainer,
-        **{NEWEST: [patch]},
+        **{PATCHES: [patch]},
         activeDeadlineSeconds=request.seconds,
     )
+
+
+def _pod_of_a_train_job(request: Request) -> Fields:
+    """Return what the pods of a runtime are changed to, as --patch has it; the container also has what goes elsewhere."""
+    container = {**pods.container(request), "name": "node"}
+    del container["workingDir"]
+    pod = {"securityContext": pods.OF_THE_POD, "containers": [container], "volumes": pods.volumes(request)}
+    return patches.merged(pod, patches.read(request.patch).get("template", {}).get("spec", {}))
 
 
 def _tasks(request: Request) -> dict[str, int]:
     return {"Master": 1, **({"Worker": request.nodes - 1} if request.nodes > 1 else {})}
 
 
-JOB_LABELS, TRAIN_JOB_LABELS = (
-    f"{label}={{name}},batch.kubernetes.io/job-completion-index=0"
-    for label in ("batch.kubernetes.io/job-name", "jobset.sigs.k8s.io/jobset-name")
-)
+INDEX = "batch.kubernetes.io/job-completion-index=0"  # a label since Kubernetes 1.28
+JOB_LABELS = f"batch.kubernetes.io/job-name={{name}},{INDEX}"
+TRAIN_JOB_LABELS = f"jobset.sigs.k8s.io/jobset-name={{name}},{INDEX}"
 JOB = JobKind("Job", "batch", "v1", "jobs", _indexed_job, "", JOB_LABELS)
 PYTORCH_JOB = JobKind("PyTorchJob", "kubeflow.org", "v1", "pytorchjobs", _pytorch_job, "{name}-master-0")
 TRAIN_JOB = JobKind("TrainJob", "trainer.kubeflow.org", "v1alpha1", "trainjobs", _train_job, "", TRAIN_JOB_LABELS)
@@ -166,26 +218,32 @@ def build(request: Request) -> Fields:
     return {"apiVersion": f"{kind.group}/{kind.version}", "kind": kind.name, "metadata": metadata, "spec": kind.spec(request)}
 
 
-def beside(request: Request) -> list[Fields]:
-    """Return what the pods of several nodes need besides: a Secret, whose value is made as it is sent, and names in a Job."""
-    if request.nodes == 1:
-        return []
-    metadata = {"name": pods.secret_name(request), "namespace": request.namespace}
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {pods.KEY: HIDDEN}}
-    if kind_of(request) is not JOB:
-        return [secret]
+def service(request: Request) -> Optional[Fields]:
+    """Return what gives a name to each pod of a plain Job of several nodes; None where the kind of job has its own."""
+    if request.nodes == 1 or kind_of(request) is not JOB:
+        return None
     spec = {
-        "clusterIP": "None",  # a name for each pod
+        "clusterIP": "None",  # an address for each pod instead
         "publishNotReadyAddresses": True,  # the nodes look for the first before it is ready
         "selector": {"batch.kubernetes.io/job-name": request.name},
     }
     metadata = {"name": request.name, "namespace": request.namespace}
-    return [secret, {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}]
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
+
+
+def secret(request: Request, value: str) -> Optional[Fields]:
+    """Return the Secret of several nodes, by which they know each other (docs/security.md); None for one node."""
+    if request.nodes == 1:
+        return None
+    metadata = {"name": pods.secret_name(request), "namespace": request.namespace}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {pods.KEY: value}}
 
 
 def show(request: Request, body: Any) -> str:
-    """Return all objects as YAML for `kubectl apply -f -`, with what they need in the lines above."""
-    return "".join([*(f"# {line}\n" for line in _needs(request)), _documents([*beside(request), body])])
+    """Return all objects as YAML for `kubectl apply -f -`; what they need is in comments above, among it the Secret."""
+    hidden, named = secret(request, HIDDEN), service(request)
+    comments = [*_needs(request), *(_documents([hidden]).splitlines() if hidden else [])]
+    return "".join([*(f"# {line}\n" for line in comments), _documents([*([named] if named else []), body])])
 
 
 def _needs(request: Request) -> Iterator[str]:
@@ -196,12 +254,17 @@ def _needs(request: Request) -> Iterator[str]:
         yield f"the PersistentVolumeClaim {claim} has to be there"
     if request.secret:
         yield f"the Secret {request.secret} has to be there"
+    if kind_of(request) is PYTORCH_JOB and request.nodes > 1:
+        yield (
+            "Kubeflow 1 adds an init container without a security context to the workers, which a restricted namespace "
+            "refuses: give --platform kubernetes there"
+        )
+    if request.runtime:
+        yield f"{PATCHES} need Kubeflow Trainer 2.2; a cluster with 2.1 is sent {OVERRIDES}, without the security contexts"
     if request.nodes > 1:
         name = pods.secret_name(request)
-        own = f"kubectl -n {request.namespace} create secret generic {name} --from-literal={pods.KEY}=$(openssl rand -hex 32)"
-        yield f"the Secret {name} gets its value as the job is sent; by hand, in place of the one below: {own}"
-    if request.runtime:
-        yield f"{NEWEST} need Kubeflow Trainer 2.2; a cluster with 2.1 is sent {BEFORE}, without the security contexts"
+        secret_of_ones_own = f"create secret generic {name} --from-literal={pods.KEY}=$(openssl rand -hex 32)"
+        yield f"this Secret is made as the job is sent; by hand: kubectl -n {request.namespace} {secret_of_ones_own}"
 
 
 def _documents(objects: list[Fields]) -> str:
@@ -239,15 +302,17 @@ def _objects(client: object) -> Any:
 
 
 def send(client: object, request: Request, body: Any) -> str:
-    """Create the job, then what is beside it, for which its pods wait; the cluster deletes that with the job."""
+    """Create the job, then its Service and its Secret, for which the pods wait; the cluster deletes both with the job."""
     created = _create(client, request, body)
     owner = {"apiVersion": body["apiVersion"], "kind": body["kind"], "name": created["name"], "uid": created["uid"]}
     try:
-        for one in beside(request):
-            one["metadata"]["ownerReferences"] = [owner]
-            _create_beside(client, request, one)
-    except Exception:
-        stop(client, request, created["name"])
+        for one in (service(request), secret(request, secrets.token_hex(32))):
+            if one:
+                one["metadata"]["ownerReferences"] = [owner]
+                _create_beside(client, request, one)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            stop(client, request, created["name"])
         raise
     return created["name"]
 
@@ -263,22 +328,24 @@ def _create(client: object, request: Request, body: Fields) -> Fields:
     try:
         return create(body)
     except ApiException as error:
-        if NEWEST not in body["spec"] or NEWEST not in str(error.body):
+        if not HAS_NO_PATCHES.search(str(error.body)):
             raise
+    what = "the cluster has Kubeflow Trainer 2.1, which takes no security contexts: they have to be in the runtime"
+    print(f"warning: {what}", file=sys.stderr)
     return create({**body, "spec": _for_trainer_2_1(body["spec"])})
 
 
 def _for_trainer_2_1(spec: Fields) -> Fields:
-    """Return the spec of a TrainJob with BEFORE in place of NEWEST, without what BEFORE cannot say."""
+    """Return the spec of a TrainJob with OVERRIDES in place of PATCHES, without what they cannot say."""
     if "activeDeadlineSeconds" in spec:
         raise UserError("the cluster's Kubeflow Trainer is older than 2.2, and has no time limit for a job: leave --hours out")
-    (patch,) = spec[NEWEST]
+    (patch,) = spec[PATCHES]
     (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     template = job["template"]["spec"]["template"]
-    containers = [_without(one, SINCE_THE_NEWEST) for one in template["spec"]["containers"]]
-    pod = {**_without(template["spec"], SINCE_THE_NEWEST), "containers": containers}
+    containers = [_without(one, SINCE_2_2) for one in template["spec"]["containers"]]
+    pod = {**_without(template["spec"], SINCE_2_2), "containers": containers}
     override = {"targetJobs": [{"name": job["name"]}], **template, "spec": pod}
-    return {**_without(spec, {NEWEST}), BEFORE: [override]}
+    return {**_without(spec, {PATCHES}), OVERRIDES: [override]}
 
 
 def _without(fields: Fields, names: set[str]) -> Fields:
@@ -292,7 +359,7 @@ def _create_beside(client: object, request: Request, body: Fields) -> None:
     if body["kind"] == "Service":
         core.create_namespaced_service(request.namespace, body)
     else:
-        core.create_namespaced_secret(request.namespace, {**body, "stringData": {pods.KEY: secrets.token_hex(32)}})
+        core.create_namespaced_secret(request.namespace, body)
 
 
 def console(request: Request, job_id: str) -> str:
@@ -305,7 +372,8 @@ def state(client: object, request: Request, job_id: str) -> tuple[str, Optional[
     status = _objects(client).get_namespaced_custom_object(**_where(request), name=job_id).get("status") or {}
     true = [condition["type"] for condition in status.get("conditions", []) if condition.get("status") == "True"]
     ended = next((one for one in true if one in ENDED), None)
-    otherwise = "Running" if status.get("ready") else "Created"  # a plain Job has conditions only at its end
+    runs = any(one.get("ready") for one in [status, *status.get("jobsStatus", [])])  # without a condition: a Job, a TrainJob
+    otherwise = "Running" if runs else "Created"
     name = status.get("state", {}).get("phase") or ended or (true[-1] if true else otherwise)
     return name, ENDED.get(name)
 

@@ -1,4 +1,4 @@
-"""--patch FILE: what a cluster wants of its pods that submit has no option for, merged as `kubectl patch` merges it.
+"""--patch FILE: what a cluster wants of its pods that submit has no option for, as a strategic merge patch.
 
     metadata:                          # of the job: labels and annotations
       labels: {team: vision}
@@ -12,6 +12,8 @@ null takes a field away. Of a list in KEYS an item changes the one with the same
 `$patch: delete` it takes that one away. Another list stands in the place of the old one.
 """
 
+import functools
+import json
 from collections.abc import Iterator
 from typing import Any, Optional
 
@@ -26,9 +28,11 @@ KEYS = {
     "resourceClaims": "name", "schedulingGates": "name", "volumeMounts": "mountPath", "volumeDevices": "devicePath",
     "ports": "containerPort", "hostAliases": "ip", "topologySpreadConstraints": "topologyKey",
 }  # fmt: skip
+DELETE = ("$patch", "delete")
 KNOWN = {"": {"metadata", "template"}, "metadata": {"labels", "annotations"}, "template": {"metadata", "spec"}}
 
 
+@functools.lru_cache(maxsize=1)  # as the file may be a pipe
 def read(path: Optional[str]) -> Fields:
     """Return the content of the file, {} without one; UserError if it is no such file."""
     if path is None:
@@ -37,12 +41,17 @@ def read(path: Optional[str]) -> Fields:
     try:
         with open(path) as file:
             content = yaml.safe_load(file) or {}
+        json.dumps(content)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"--patch {path} cannot be read: {one_line(error)}") from None
+    except TypeError as error:
+        raise UserError(f"--patch {path}: {one_line(error)}: put a date or the like in quotes") from None
     for place, known in KNOWN.items():
         part = content.get(place, {}) if place else content
         if not isinstance(part, dict) or not set(part) <= known:
             raise UserError(f"--patch {path}: {place or 'the file'} may have {' and '.join(sorted(known))} alone")
+    if not isinstance(content.get("template", {}).get("spec", {}), dict):
+        raise UserError(f"--patch {path}: the spec of template has to have fields")
     _require_keys(content, path)
     return content
 
@@ -62,16 +71,29 @@ def _yaml() -> Any:
     return yaml
 
 
-def _require_keys(value: object, path: str, field: str = "") -> None:
-    """Raise UserError for an item of a list in KEYS that lacks its key."""
+def variables(path: Optional[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of each variable of a container that the file sets."""
+    try:
+        spec = read(path).get("template", {}).get("spec", {})
+    except UserError:  # which mistakes() says
+        return
+    for one in [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]:
+        for variable in one.get("env") or []:
+            yield variable["name"], str(variable.get("value", ""))
+
+
+def _require_keys(value: object, path: str, field: str = "", in_items: bool = False) -> None:
+    """Raise UserError for an item of a list in KEYS that lacks its key, and for a directive that merged() does not know."""
     if isinstance(value, dict):
         for name, inner in value.items():
+            if str(name).startswith("$") and not (in_items and (name, inner) == DELETE):
+                raise UserError(f"--patch {path}: {name}: {inner} is not known: $patch: delete is, in an item with a {{name}}")
             _require_keys(inner, path, name)
     elif isinstance(value, list):
         for item in value:
-            if field in KEYS and (not isinstance(item, dict) or KEYS[field] not in item):
+            if field in KEYS and not (isinstance(item, dict) and isinstance(item.get(KEYS[field]), (str, int))):
                 raise UserError(f"--patch {path}: an item of {field} has no {KEYS[field]}: give each one")
-            _require_keys(item, path)
+            _require_keys(item, path, in_items=field in KEYS)
 
 
 def merged(value: Any, change: Any, field: str = "") -> Any:
@@ -80,15 +102,15 @@ def merged(value: Any, change: Any, field: str = "") -> Any:
         old = value if isinstance(value, dict) else {}
         names = [name for name in {**old, **change} if change.get(name, "") is not None]
         return {name: merged(old.get(name), change[name], name) if name in change else old[name] for name in names}
-    if isinstance(change, list) and isinstance(value, list) and field in KEYS:
-        return _merged_items(value, change, KEYS[field])
+    if isinstance(change, list) and field in KEYS:
+        return _merged_items(value or [], change, KEYS[field])
     return change
 
 
 def _merged_items(items: list[Fields], changes: list[Fields], key: str) -> list[Fields]:
     found = {item[key]: item for item in items}
     for change in changes:
-        if change.get("$patch") == "delete":
+        if DELETE in change.items():
             found.pop(change[key], None)
         else:
             found[change[key]] = merged(found.get(change[key]), change)

@@ -16,6 +16,7 @@ from launch.submit.request import Request
 
 CODE, SCRATCH = "/code", "/scratch"
 VARIABLE, KEY = "ANYRANK_SECRET", "secret"  # the variable with the secret that the nodes share, and its key in the Secret
+OWN_FOLDERS = {CODE, SCRATCH, "/dev/shm"}
 GRACE_SECONDS = 300
 GPU = "nvidia.com/gpu"
 USER = 1000  # the user and the group of the processes, and the group of new files on volumes
@@ -43,8 +44,8 @@ def template(request: Request, **more: Any) -> Fields:
 def container(request: Request) -> Fields:
     assert request.code_url  # mistakes() has refused a request without it
     code = CODE if request.upload_url else request.code_url.rstrip("/")
-    code_mount = {"code": CODE} if request.upload_url else {}
-    mounts = {"shm": "/dev/shm", "scratch": SCRATCH, **code_mount, **claims(request)}
+    code_mount = [("code", CODE)] if request.upload_url else []
+    own_mounts = [("shm", "/dev/shm"), ("scratch", SCRATCH), *code_mount, *mounted_claims(request)]
     return {
         "name": "pytorch",  # the name that Kubeflow requires
         "image": request.image,
@@ -53,7 +54,7 @@ def container(request: Request) -> Fields:
         "env": [*_variables(request), *_secret_variable(request)],
         "resources": _resources(request),
         "securityContext": OF_A_CONTAINER,
-        "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
+        "volumeMounts": [{"name": name, "mountPath": path} for name, path in own_mounts],
         **_secret(request),
     }
 
@@ -85,7 +86,7 @@ def _fetcher(request: Request) -> Fields:
         "env": [*_variables(request), *own_endpoint],
         "resources": _resources(request),
         "securityContext": OF_A_CONTAINER,
-        "volumeMounts": [{"name": "code", "mountPath": CODE}],
+        "volumeMounts": [{"name": "code", "mountPath": CODE}, {"name": "scratch", "mountPath": SCRATCH}],
         **_secret(request),
     }
 
@@ -125,15 +126,28 @@ def _secret(request: Request) -> Fields:
     return {"envFrom": [{"secretRef": {"name": request.secret}}]} if request.secret else {}
 
 
-def claims(request: Request) -> dict[str, str]:
-    """Return {name of a PersistentVolumeClaim: folder where it is mounted}. A volume has the name of its claim."""
-    return {claim: folder for claim, _, folder in (volume.partition(":") for volume in request.volumes)}
+def mounts(request: Request) -> list[tuple[str, str]]:
+    """Return (PersistentVolumeClaim, folder where it is mounted) for each of --volumes."""
+    return [(claim, folder) for claim, _, folder in (volume.partition(":") for volume in request.volumes)]
+
+
+def claims(request: Request) -> list[str]:
+    return list(dict.fromkeys(claim for claim, _ in mounts(request)))
+
+
+def mounted_claims(request: Request) -> list[tuple[str, str]]:
+    """Return (volume, folder) for each of --volumes. A claim may have a name that a volume may not have."""
+    names = {claim: f"claim-{number}" for number, claim in enumerate(claims(request))}
+    return [(names[claim], folder) for claim, folder in mounts(request)]
 
 
 def volumes(request: Request) -> list[Fields]:
     """Return the volumes of a pod. What is in /dev/shm counts as memory of the pod, so it may take half of that."""
-    half = max(1, (request.gibibytes or requests.MEMORY) // 2)
-    memory = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{half}Gi"}}
+    half = {"sizeLimit": f"{request.gibibytes * 512}Mi"} if request.gibibytes else {}
+    memory = {"name": "shm", "emptyDir": {"medium": "Memory", **half}}
     code = [{"name": "code", "emptyDir": {}}] if request.upload_url else []
-    claimed = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in claims(request)]
+    claimed = [
+        {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}}
+        for number, claim in enumerate(claims(request))
+    ]
     return [memory, {"name": "scratch", "emptyDir": {}}, *code, *claimed]

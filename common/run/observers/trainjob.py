@@ -1,4 +1,4 @@
-"""Report the run to the controller of a TrainJob, as kubectl get trainjob shows it: percent, seconds left and metrics.
+"""Report percent, seconds left and metrics to the controller of a TrainJob: kubectl get trainjob NAME -o yaml has them.
 
 A cluster with the gate TrainJobStatus (Kubeflow Trainer 2.2, KEP-2779) sets the variables below in the pods of the job. Each
 report replaces the one before, so it is whole. It is sent beside the training, which waits for it only at the end of the run.
@@ -8,6 +8,7 @@ import argparse
 import datetime
 import http.client
 import json
+import math
 import os
 import ssl
 import threading
@@ -21,7 +22,9 @@ from common.errors import one_line
 from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 
-URL, CA, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{what}" for what in ("URL", "CA_CERT", "TOKEN"))  # the last two are paths
+URL = "KUBEFLOW_TRAINER_SERVER_URL"
+CA = "KUBEFLOW_TRAINER_SERVER_CA_CERT"  # a path
+TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # a path
 PAUSE_SECONDS = 5  # between two reports, as the controller asks
 PATIENCE_SECONDS = 5  # with an answer, and with the last report at the end of a run
 MOST_METRICS, LONGEST = 256, 64  # what the controller takes: metrics, and letters of a name
@@ -58,16 +61,13 @@ class TrainJob(Observer):
         self._end()
 
     def _note(self, facts: Facts, seconds_left: Optional[float]) -> None:
-        """Make the next report."""
-        at, plan = facts.position, facts.plan
-        done = at.epoch * plan.sampler.samples_per_epoch + at.consumed
-        metrics = {"epoch": at.epoch, "step": at.total_steps, **self._metrics}
-        status = {
-            "progressPercentage": 100 * done // max(1, done + plan.samples_left(at)),
-            "metrics": [{"name": name[:LONGEST], "value": f"{value:.6g}"} for name, value in metrics.items()][:MOST_METRICS],
-        }
-        left = {} if seconds_left is None else {"estimatedRemainingSeconds": int(seconds_left)}
-        self._status = {**status, **left}
+        """Prepare the next report."""
+        at = facts.position
+        numbers = {"epoch": at.epoch, "step": at.total_steps, **self._metrics}
+        metrics = [{"name": name[:LONGEST], "value": f"{value:.6g}"} for name, value in numbers.items() if is_finite(value)]
+        is_known = seconds_left is not None and math.isfinite(seconds_left)
+        time_left = {"estimatedRemainingSeconds": int(seconds_left or 0)} if is_known else {}
+        self._status = {"progressPercentage": percent(facts), "metrics": metrics[:MOST_METRICS], **time_left}
 
     def _report(self) -> None:
         is_over = False
@@ -91,6 +91,18 @@ class TrainJob(Observer):
         self._over.set()
         if self._reporter:
             self._reporter.join(2 * PATIENCE_SECONDS)
+
+
+def percent(facts: Facts) -> int:
+    at = facts.position
+    if facts.plan.finished(at):
+        return 100
+    done = at.epoch * facts.plan.sampler.samples_per_epoch + at.consumed
+    return min(99, 100 * done // max(1, done + facts.plan.samples_left(at)))
+
+
+def is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def post(status: dict[str, Any]) -> None:

@@ -9,7 +9,9 @@ import threading
 
 import pytest
 
+from common.checkpoints.position import Position
 from common.run.observers import trainjob
+from tests.tools import observed
 from tests.tools.jobs import ROOT, TINY, assert_same_bits, command, final_state, run_forked
 from tests.tools.packages import program
 
@@ -98,6 +100,16 @@ def test_a_controller_that_refuses_is_said_once_and_changes_nothing(controller, 
     assert len(controller.asked) >= 2
     train(tmp_path / "alone", {})
     assert_same_bits(*(final_state(tmp_path / name)["model"] for name in ("refused", "alone")))
+
+
+def test_numbers_that_are_none_are_left_out_and_no_run_is_beyond_its_end(tmp_path):
+    observer = observed.observer(trainjob.TrainJob, tmp_path, shows=True, writes=False)
+    facts = observed.facts(tmp_path)
+    observer.line(facts, **{**observed.LINE, "seconds_left": float("inf")})
+    observer.epoch_ended(facts, **{**observed.EPOCH, "metrics": {"accuracy": 0.5, "grade": "high", "bad": float("nan")}})
+    names = {metric["name"] for metric in observer._status["metrics"]}
+    assert names == {"epoch", "step", "train_loss", "lr", "accuracy"} and "estimatedRemainingSeconds" not in observer._status
+    assert [trainjob.percent(observed.facts(tmp_path, Position(epoch=epoch))) for epoch in (0, 1, 2, 5)] == [0, 50, 100, 100]
 
 
 def test_the_token_is_read_anew_for_each_report(controller, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ import yaml
 from launch import local
 from launch.submit import command as submit
 from launch.submit import kubernetes, patches, pods
+from launch.submit.secrets import secrets
 from tests.launch.submit.test_sent import SECRETS, TRAINER, cluster_answers, conditions, sent  # noqa: F401 (a fixture)
 from tests.tools.hosts import Hosts
 from tests.tools.jobs import PATIENCE, ROOT, TINY
@@ -139,8 +141,9 @@ def test_a_patch_reaches_the_pods_and_the_jobs_metadata(platform, changes, tmp_p
     assert [volume["name"] for volume in pod["volumes"]] == [
         one["name"] for one in pod_of(before)["volumes"] if one["name"] != "scratch"
     ]
-    env = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+    env = {one["name"]: one.get("value") for one in (body["spec"].get("trainer") or pod["containers"][0])["env"]}
     assert (env["NCCL_DEBUG"], env["MINE"]) == ("WARN", "1") and len(pod["containers"]) == 1
+    assert "env" not in pod["containers"][0] or changes is not TRAIN_JOB
     assert '"annotations": {"a": "b"}' in json.dumps(body)
 
 
@@ -153,6 +156,11 @@ def test_a_patch_reaches_the_pods_and_the_jobs_metadata(platform, changes, tmp_p
         ("template: {spec: {containers: [{env: []}]}}", "an item of containers has no name: give each one"),
         ("template: {spec: {volumes: [x]}}", "an item of volumes has no name: give each one"),
         ("a: [", "cannot be read: while parsing"),
+        ("metadata: {annotations: {since: 2026-01-01}}", "is not JSON serializable: put a date or the like in quotes"),
+        ("template: {spec: null}", "the spec of template has to have fields"),
+        ("template: {spec: {$patch: replace}}", "$patch: replace is not known: $patch: delete is"),
+        ("template: {spec: {tolerations: [{key: x, $patch: delete}]}}", "$patch: delete is not known"),
+        ("template: {spec: {containers: [{name: [a]}]}}", "an item of containers has no name: give each one"),
     ],
 )
 def test_what_is_no_patch_is_one_line(text, line, tmp_path):
@@ -169,9 +177,8 @@ def test_a_dry_run_is_yaml_with_all_that_would_be_made_and_what_has_to_be_there(
     assert submit.main(["--dry_run", "true", *words_of(request)]) == 0
     printed = capsys.readouterr()
     objects = list(yaml.safe_load_all(printed.out))
-    assert objects == [*kubernetes.beside(request), kubernetes.build(request)] and printed.err == ""
-    assert [one["kind"] for one in objects[:-1]] == ["Secret", "Service"][: 2 if platform == "kubernetes" else 1]
-    assert objects[0]["stringData"] == {"secret": "***"}  # which is too short to be taken for one: common/alive/wire/secret.py
+    assert objects == [*([kubernetes.service(request)] if platform == "kubernetes" else []), kubernetes.build(request)]
+    assert "# stringData:\n#   secret: '***'\n" in printed.out and printed.err == ""
     comments = "\n".join(line for line in printed.out.splitlines() if line.startswith("# "))
     assert "create secret generic run-7-nodes --from-literal=secret=$(openssl rand -hex 32)" in comments
     assert ("the Secret keys has to be there" in comments) == bool(request.secret)
@@ -184,7 +191,49 @@ def test_without_the_yaml_package_it_is_json_which_is_yaml(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     text = kubernetes.show(request, kubernetes.build(request))
     monkeypatch.undo()
-    assert list(yaml.safe_load_all(text)) == [*kubernetes.beside(request), kubernetes.build(request)]
+    assert list(yaml.safe_load_all(text)) == [kubernetes.service(request), kubernetes.build(request)]
+
+
+def test_what_a_patch_cannot_do_in_a_train_job_is_said_at_once(tmp_path):
+    containers = [{"name": "pytorch", "image": "x"}, {"name": "node", "ports": [{"containerPort": 1}]}]
+    request = ask(
+        "kubeflow",
+        **TRAIN_JOB,
+        patch=written(tmp_path, template={"spec": {"priorityClassName": "p", "containers": containers}}),
+    )
+    (said,) = kubernetes.mistakes(request)
+    assert "a TrainJob, whose container is node, cannot change priorityClassName, ports, a container pytorch" in said
+
+
+def test_another_unknown_field_is_no_older_trainer(sent, capsys):
+    unknown = {"message": 'strict decoding error: unknown field "spec.runtimePatches[0].trainingRuntimeSpec.x"'}
+    server = sent({("POST", TRAINER): (400, unknown)})
+    assert submit.main(words_of(ask("kubeflow", **TRAIN_JOB))) == 2
+    assert len(server.bodies("POST")) == 1 and "trainingRuntimeSpec.x" in capsys.readouterr().err
+
+
+def test_a_secret_in_a_patch_is_refused(tmp_path):
+    containers = [{"name": "pytorch", "env": [{"name": "HF_TOKEN", "value": "canary"}]}]
+    (said,) = secrets(ask("kubernetes", patch=written(tmp_path, template={"spec": {"containers": containers}})))
+    assert "--patch sets HF_TOKEN, which looks like a secret" in said and "canary" not in said
+
+
+def test_a_patch_may_mount_the_folder_for_the_output(tmp_path):
+    mounted = {"containers": [{"name": "pytorch", "volumeMounts": [{"name": "nfs", "mountPath": "/nfs"}]}]}
+    for spec, count in (({"tolerations": []}, 1), (mounted, 0)):
+        patches.read.cache_clear()
+        request = ask("kubernetes", output_url="/nfs/runs/7", patch=written(tmp_path, template={"spec": spec}))
+        assert len(list(kubernetes.mistakes(request))) == count
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("template: {spec: {priorityClassName: p}}"), daemon=True)
+    writer.start()
+    request = ask("kubernetes", patch=str(pipe))
+    assert list(kubernetes.mistakes(request)) == []
+    assert pod_of(kubernetes.build(request))["priorityClassName"] == "p"
 
 
 def test_a_folder_in_no_volume_is_said(sent, capsys):
@@ -215,6 +264,7 @@ def test_a_cluster_with_kubeflow_trainer_2_1_gets_what_it_knows(sent, tmp_path, 
     server.answers["POST", TRAINER] = [(400, unknown), answers["POST", TRAINER]]
     assert submit.main(words_of(ask("kubeflow", **asked, hours=None))) == 0
     _, (_, refused), (_, taken), _ = server.bodies("POST")
+    assert "2.1, which takes no security contexts: they have to be in the runtime" in capsys.readouterr().err
     (override,) = taken["spec"].pop("podTemplateOverrides")
     assert taken["spec"] == {name: value for name, value in refused["spec"].items() if name != "runtimePatches"}
     assert override["targetJobs"] == [{"name": "node"}] and override["metadata"] == {"labels": {"a": "b"}}
@@ -231,7 +281,7 @@ def test_objects_are_valid_by_the_published_interface_of_kubernetes(version, mon
     validate = importlib.import_module("kubernetes_validate").validate
     for platform, changes in KINDS:
         request = ask(platform, **changes)
-        for one in kubernetes.beside(request):
+        for one in filter(None, (kubernetes.service(request), kubernetes.secret(request, "x"))):
             validate(one, version, strict=True)
         pod = pod_of(kubernetes.build(request))
         for container in pod["containers"]:

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from launch.submit import command as submit
-from launch.submit import kubernetes, main, request
+from launch.submit import main, request
 from launch.submit.command import PLATFORMS, new_lines, parser
 from launch.submit.request import Request, describe, mistakes
-from launch.submit.secrets import secrets
+from launch.submit.secrets import WAYS, secrets
 from tests.tools.jobs import ROOT
 from tests.tools.submitting import FILES, OWN, ask, words_of
 
@@ -90,7 +90,7 @@ GOOD = [
     ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.restartPolicy", "OnFailure"),
     ("kubeflow", {"retries": 0}, "spec.pytorchReplicaSpecs.Master.restartPolicy", "Never"),
     ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.terminationGracePeriodSeconds", 300),
-    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.volumes.0", {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}}),
+    ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.volumes.0", {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "65536Mi"}}),
     ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.command", ["python", "-u", "/code/jobs/train_ddp.py", "--epochs", "2", "--lr", "0.1", "--data_url", "/mnt/cifar", "--output_dir", "/mnt/runs/7"]),
     ("kubeflow", {}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.resources.limits", {"nvidia.com/gpu": "8", "cpu": "32", "memory": "128Gi"}),
     ("kubeflow", {"cpus": 8, "memory": 64}, "spec.pytorchReplicaSpecs.Master.template.spec.containers.0.resources.requests", {"nvidia.com/gpu": "8", "cpu": "8", "memory": "64Gi"}),
@@ -106,7 +106,12 @@ GOOD = [
     ("kubernetes", {}, "metadata.labels", {"kueue.x-k8s.io/queue-name": "team"}),
     ("kubernetes", {}, "spec.completionMode", "Indexed"),
     ("kubernetes", {}, "spec.backoffLimit", 6),
-    ("kubernetes", {}, "spec.podFailurePolicy.rules", [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}]),
+    ("kubernetes", {}, "spec.podFailurePolicy.rules.0", {"action": "FailJob", "onExitCodes": {"containerName": "pytorch", "operator": "In", "values": [2]}}),
+    ("kubernetes", {}, "spec.podFailurePolicy.rules.1.action", "Ignore"),
+    ("kubernetes", {"memory": 0}, "spec.template.spec.volumes.0.emptyDir", {"medium": "Memory"}),
+    ("volcano", {"volumes": ("c:/mnt", "c:/data", "my.own:/own")}, "spec.tasks.0.template.spec.containers.0.volumeMounts.2", {"name": "claim-0", "mountPath": "/mnt"}),
+    ("volcano", {"volumes": ("c:/mnt", "c:/data", "my.own:/own")}, "spec.tasks.0.template.spec.containers.0.volumeMounts.3", {"name": "claim-0", "mountPath": "/data"}),
+    ("volcano", {"volumes": ("c:/mnt", "c:/data", "my.own:/own")}, "spec.tasks.0.template.spec.volumes.3", {"name": "claim-1", "persistentVolumeClaim": {"claimName": "my.own"}}),
     ("kubernetes", {}, "spec.template.spec.restartPolicy", "Never"),
     ("kubernetes", {"nodes": 1, "gpus": 0}, "spec.template.spec.containers.0.env.3", {"name": "WORLD_SIZE", "value": "1"}),
     ("volcano", {}, "spec.plugins.pytorch", ["--master=master", "--worker=worker", "--port=23456"]),
@@ -183,6 +188,9 @@ BAD = [
     ("slurm", {"cpus": 5000}, "--cpus is 5000: give 0 to 1024"),
     ("pai-dlc", {"cpus": 8}, "--flavor says which cores and memory a machine has: leave out --cpus and --memory"),
     ("volcano", {"output_url": "/runs/7"}, "--output_url /runs/7 is in no volume, so it is lost with the pod: give --volumes claim:/FOLDER, or a bucket"),
+    ("volcano", {"volumes": ("shared:/mnt", "c:/scratch/")}, "--volumes: /scratch is a folder of the pod itself: mount the claim elsewhere"),
+    ("kubeflow", {"runtime": "x", "code_url": "/mnt/code", "secret": None, "name": "a" * 46}, "a TrainJob takes 45 letters at most"),
+    ("kubernetes", {"env": ("MYSQL_PWD=x",)}, "--env MYSQL_PWD looks like a secret, which the request would show: keep it in a Secret of the cluster"),
     ("volcano", {"queue": "team"}, "--queue is for kubernetes, kubeflow, not for volcano"),
     ("kubernetes", {"patch": "/none.yaml"}, "--patch /none.yaml cannot be read: [Errno 2] No such file"),
     ("modelarts", {"memory": 8}, "--memory is for pai-dlc, kubernetes, kubeflow, volcano, slurm, not for modelarts"),
@@ -243,6 +251,10 @@ def test_a_value_that_looks_like_an_option_arrives_as_a_value(value):
     assert (parsed.weights, parsed.lr, parsed.epochs) == (value, "0.1", None)
 
 
+def test_each_platform_has_a_way_to_give_a_job_its_secrets():
+    assert set(WAYS) == set(PLATFORMS)
+
+
 def test_several_mistakes_are_all_said():
     assert len(wrong(ask("modelarts", nodes=0, flavor=None, code_url="s3://bkt/code", env=("A",)))) == 4
 
@@ -270,7 +282,7 @@ def test_without_a_credential_the_request_is_shown_and_nothing_sent(platform, no
     assert main(words_of(ask(platform))) == 0
     printed, body = capsys.readouterr(), FILES[platform].build(ask(platform))
     if platform in request.CLUSTERS:
-        assert list(yaml.safe_load_all(printed.out)) == [*kubernetes.beside(ask(platform)), body]
+        assert list(yaml.safe_load_all(printed.out))[-1] == body
     else:
         assert (printed.out[:-1] if isinstance(body, str) else json.loads(printed.out)) == body
     assert printed.err == f"nothing is sent, because there is no credential: {FILES[platform].CREDENTIALS}\n"
