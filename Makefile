@@ -1,5 +1,6 @@
 # make run: train once on synthetic images.  make quick: the checks that catch most mistakes.  make test: all of them.
-# The environment is made at the first call, by uv where that is installed; one that was not made to its end is made anew.
+# The environment is made at the first call, by uv where that is installed; one that was not made to its end is made anew. What the
+# tests need besides comes with the first call that needs it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,15 +9,20 @@ QUICK := tests/house/test_house.py tests/launch/test_blocks.py tests/common/argu
 	tests/common/ranks/test_differing.py tests/common/checkpoints/test_checkpoint.py tests/common/run/test_scores.py tests/formats \
 	tests/jobs/test_smoke.py
 
-$(VENV)/ready: requirements.txt tests/requirements.txt tests/constraints.txt
-	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
-	@echo "installing packages of several GB into $(VENV), which takes minutes"
+$(VENV)/jobs: requirements.txt tests/constraints.txt
+	test -e $@ || test -e $(VENV)/ready || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing torch and what the jobs need into $(VENV): several GB, which takes minutes"
+	$(INSTALL) -r requirements.txt -c tests/constraints.txt
+	touch $@
+
+$(VENV)/ready: $(VENV)/jobs tests/requirements.txt
+	@echo "installing what the tests need into $(VENV)"
 	$(INSTALL) -r requirements.txt -r tests/requirements.txt -c tests/constraints.txt
 	touch $@
 
 .PHONY: run quick test rehearsal lint format chaos bench gpu engine mutants
-run: $(VENV)/ready
-	GLIBC_TUNABLES=$${GLIBC_TUNABLES-$$($(BIN)/python -m common.machine.malloc)} $(BIN)/python jobs/train.py --custom_data true --epochs 4 --max_samples 1024 --batch_size 32 --lr 0.02 --output_dir output_dir/run
+run: $(VENV)/jobs
+	GLIBC_TUNABLES=$${GLIBC_TUNABLES-$$($(BIN)/python -m common.machine.malloc)} $(BIN)/python jobs/train.py --custom_data true --epochs 6 --max_samples 2048 --batch_size 16 --width 16 --lr 0.002 --output_dir output_dir/run
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
