@@ -1,6 +1,7 @@
 """The progress of long work: a bar on a terminal or in a notebook, a line every ten seconds in a log, a message to waiters."""
 
 import builtins
+import importlib.util
 import os
 import sys
 import threading
@@ -122,7 +123,9 @@ def bar(**options: Any) -> Any:
     is_seen = sys.stderr.isatty() or in_notebook()
     if not is_seen or not packages.there(packages.BAR):
         return None
-    return sys.modules["tqdm"].tqdm(**options)
+    with_widgets = in_notebook() and importlib.util.find_spec("ipywidgets")
+    kind = importlib.import_module("tqdm.auto") if with_widgets else sys.modules["tqdm"]
+    return kind.tqdm(**options)
 
 
 def counted(things: Sequence, what: str, unit: str) -> Iterator:

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils import collate
 
-from common import devices, progress
+from common import devices, moments, progress
 from common.alive.stops import STOPS
 from common.devices.seeds import are_different, seeded_batch, states
 from common.errors import SampleError, TrainingFailed, UserError, is_of_the_system, one_line
@@ -50,7 +50,8 @@ class Loader:
         return len(self.sampler) + getattr(self.sampler, "batches_before", 0)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch, ids, ready in STOPS.each(ahead(self._moved(), AHEAD) if self.beside else self._moved()):
+        given = STOPS.each(ahead(self._moved(), AHEAD) if self.beside else self._moved())
+        for number, (batch, ids, ready) in enumerate(given):
             if ready:
                 stream = devices.current_stream(self.device)
                 stream.wait_event(ready)
@@ -59,6 +60,7 @@ class Loader:
                         tensor.record_stream(stream)
             self.ids = ids
             yield batch
+            moments.announce("batch", number + 1, len(self))
 
     def transfer_seconds(self) -> float:
         """Return the seconds spent on moving and preparing batches since the last call."""

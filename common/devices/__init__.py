@@ -24,6 +24,7 @@ from common.devices.kinds import (
     widest,
 )
 from common.devices.work import (
+    LateNumber,
     autocast,
     compile_network,
     cores_of_a_rank,
@@ -49,11 +50,11 @@ from common.devices.work import (
 )
 
 __all__ = [
-    "BACKENDS", "CHANNELS_LAST", "DALI", "DATA_PARALLEL", "KINDS", "TORCH", "accelerator", "autocast", "available",
-    "backend", "choose", "collectives_of", "compile_network", "cores_of_a_rank", "count", "current", "current_stream",
-    "describe", "diagnosis", "fewer_than_promised", "full_precision", "fused", "give_memory_back", "grad_scaler",
-    "half_precision", "has_queues", "identity", "is_accelerator", "is_ascend", "is_nvidia", "largest_batch",
-    "layout", "loader_workers", "memory_in_use", "noun", "of", "on_stream", "peak_memory", "portions", "profiled",
-    "record_event", "require_feature", "require_one_each", "seed_in_use", "seeds", "side_stream", "slices", "synchronize",
-    "to_device", "use", "widest",
+    "BACKENDS", "CHANNELS_LAST", "DALI", "DATA_PARALLEL", "KINDS", "TORCH", "LateNumber", "accelerator", "autocast",
+    "available", "backend", "choose", "collectives_of", "compile_network", "cores_of_a_rank", "count", "current",
+    "current_stream", "describe", "diagnosis", "fewer_than_promised", "full_precision", "fused", "give_memory_back",
+    "grad_scaler", "half_precision", "has_queues", "identity", "is_accelerator", "is_ascend", "is_nvidia",
+    "largest_batch", "layout", "loader_workers", "memory_in_use", "noun", "of", "on_stream", "peak_memory", "portions",
+    "profiled", "record_event", "require_feature", "require_one_each", "seed_in_use", "seeds", "side_stream", "slices",
+    "synchronize", "to_device", "use", "widest",
 ]  # fmt: skip

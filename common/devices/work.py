@@ -7,7 +7,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -162,6 +162,29 @@ def record_event(stream: object) -> Any:
     event = kinds.module().Event(enable_timing=True)
     event.record(stream)
     return event
+
+
+class LateNumber:
+    """The newest number that the device has computed. Neither ask() nor read() waits for the device, if it has queues."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._memory: Optional[torch.Tensor] = None  # until a number is asked for
+        self._copied: Any = None
+
+    def ask(self, number: torch.Tensor) -> None:
+        if self._memory is None:
+            memory = torch.zeros(())
+            self._memory = memory.pin_memory() if kinds.has_queues(self._device) else memory
+        self._memory.copy_(number, non_blocking=True)
+        if kinds.has_queues(self._device):
+            self._copied = record_event(current_stream(self._device))
+
+    def read(self) -> Optional[float]:
+        """Return the number that was asked for last; None if there is none, or the device has not yet computed it."""
+        if self._memory is None or (self._copied is not None and not self._copied.query()):
+            return None
+        return self._memory.item()
 
 
 # --- Numbers and memory -----------------------------------------------------------------------------------------------------

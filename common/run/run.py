@@ -409,7 +409,7 @@ class Run:
             self._show_line(loss)
         if result:
             self._end_trial(result)
-        self.tell(Observer.stepped)
+        self.tell(Observer.stepped, loss=loss)
 
     @property
     def sample_ids(self) -> torch.Tensor:

@@ -27,7 +27,9 @@ def train(folder, output, env):
     """Seconds of the epochs, as the log states them."""
     script = ["taskset", "-c", "0", *command("train", *OPTIONS, "--output_dir", output)]
     done = subprocess.run(script, cwd=folder, env=environment(**env), capture_output=True, text=True, check=True)
-    return sum(float(seconds) for seconds in re.findall(r"^epoch=\d+/\d+ steps=.* seconds=([\d.]+)", done.stdout, re.MULTILINE))
+    return sum(
+        float(seconds) for seconds in re.findall(r"^\S+ epoch=\d+/\d+ steps=.* seconds=([\d.]+)", done.stdout, re.MULTILINE)
+    )
 
 
 def main():

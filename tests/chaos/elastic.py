@@ -68,7 +68,7 @@ class Play:
         return "\n".join(self.hosts.log(node) for node in range(self.nodes) if (self.hosts.folders[node] / "log").exists())
 
     def steps(self):
-        return len(re.findall(r"^epoch=\d+/\d+ ", self.logs(), re.MULTILINE))
+        return len(re.findall(r"^\S+ epoch=\d+/\d+ ", self.logs(), re.MULTILINE))
 
     def pauses(self):
         return len(re.findall("went on with step", self.logs()))

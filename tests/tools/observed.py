@@ -20,7 +20,7 @@ EPOCH = {"whole": True, "metrics": {}, "scores": None, "skipped": 0}
 def options(folder, **more):
     """Of a run of two epochs whose output is in `folder`."""
     given = {"epochs": 2, "max_steps": None, "run_epochs": None, "output_dir": str(folder), "tensorboard_dir": str(folder / "tensorboard"),
-             "output_url": None, "checkpoints": True, "profile": False, "track": None, "input": Input(), "lr": 0.1}  # fmt: skip
+             "output_url": None, "checkpoints": True, "profile": False, "log_seconds": None, "print_freq": None, "track": None, "input": Input(), "lr": 0.1}  # fmt: skip
     return argparse.Namespace(**{**given, **more})
 
 

@@ -74,6 +74,10 @@ class Observers:
                 if moment is not Observer.failed:  # a warning would hide the error of the job itself
                     say(f"warning: {type(one).__name__} has failed, and the run goes on without it: {why}")
 
+    def batch(self, number: int, of: int) -> None:
+        if self._side_files.shows and self._newest and self._newest.plan.epoch_is_over(self._newest.position):
+            self.tell(Observer.evaluated, self._newest, batches=number, of=of)
+
     def said(self, text: str) -> None:
         self.tell(Observer.said, self._newest, text=text)
 

@@ -1,34 +1,42 @@
-"""Show a run in its log: as a bar in a terminal, else as key=value lines for a platform's regular expressions."""
+"""Show a run in its log: as a bar in a terminal, else as lines of key=value behind a time of day, for regular expressions."""
 
 import argparse
 import datetime
+import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 
-from common import packages, progress
+from common import devices, packages
 from common.checkpoints import names, run_folder
 from common.errors import UserError, count
 from common.run.about import export_command, restart_command
 from common.run.clock import TRAINING_PHASES, WARM_UP
+from common.run.observers import bar
 from common.run.observers.observer import Facts, Observer
 from common.run.scores import Scores
 from common.run.side_files import SideFiles
 
+LOOK_SECONDS = 1  # between two looks of the bar at the loss and the speed
+# {seconds that a start has trained: seconds between two lines, up to then}, unless --log_seconds says otherwise
+LINE_SECONDS = {300: 5, 3600: 30, math.inf: 60}
 STARVED = 0.25  # fraction of the time spent waiting for data, from which the log calls the loader the bottleneck
 
 
 class Console(Observer):
-    def __init__(self, args: argparse.Namespace, _device: torch.device, side_files: SideFiles):
+    def __init__(self, args: argparse.Namespace, device: torch.device, side_files: SideFiles):
         self._args = args
         self._side_files, self._say = side_files, side_files.say
-        self._bar: Any = None
-        self._epoch_began = time.monotonic()
+        self._bar: Optional[bar.Bar] = None
+        self._loss = devices.LateNumber(device)
+        self._looked_at, self._looked = 0, time.monotonic()  # steps, and when
+        self._ends: Optional[float] = None  # when the run will end, as the last line has it
+        self._began = self._epoch_began = time.monotonic()
+        self._said_line: Optional[float] = None  # when the last line was said
         self._advised, self._imported = False, False
         self._classifies = False
 
@@ -51,25 +59,58 @@ class Console(Observer):
         self._epoch_began, sampler = time.monotonic(), facts.plan.sampler
         if not self._side_files.shows:
             return
-        columns, rows = shutil.get_terminal_size((100, 24))  # a container's terminal may report 0 columns
         done = facts.position.consumed // sampler.global_batch
-        name = f"epoch {facts.position.epoch + 1}/{self._args.epochs}"
-        self._bar = progress.bar(total=done + len(sampler), initial=done, desc=name, unit="step", ncols=columns, nrows=rows)
+        self._bar = bar.shown(f"epoch {facts.position.epoch + 1}/{self._args.epochs}", done + len(sampler), done)
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.say([self._left(now)])
+        self._begin_look(facts, now)
 
-    def stepped(self, _facts: Facts) -> None:
+    def stepped(self, facts: Facts, loss: torch.Tensor) -> None:
+        if self._bar is None:
+            return
+        self._bar.update()
+        now = time.monotonic()
+        if now - self._looked >= LOOK_SECONDS:
+            self._bar.say(self._words(facts, now))
+            self._loss.ask(loss)
+            self._begin_look(facts, now)
+        if facts.plan.epoch_is_over(facts.position):
+            self._close_bar()
+
+    def _begin_look(self, facts: Facts, now: float) -> None:
+        self._looked_at, self._looked = facts.position.total_steps, now
+
+    def _words(self, facts: Facts, now: float) -> list[str]:
+        """Return what stands behind the bar, the most important first. The loss is that of the last look."""
+        steps_per_second = max(1, facts.position.total_steps - self._looked_at) / (now - self._looked)
+        rate = f"{steps_per_second:.1f} steps/s" if steps_per_second >= 1 else f"{1 / steps_per_second:.1f} s/step"
+        samples_per_second = steps_per_second * facts.plan.sampler.global_batch
+        loss = self._loss.read()
+        loss_words = [] if loss is None else [f"loss {loss:.4f}"]
+        return [self._left(now), *loss_words, f"{samples_per_second:.0f} {facts.unit}/s", rate]
+
+    def _left(self, now: float) -> str:
+        left = "?" if self._ends is None else datetime.timedelta(seconds=int(max(0, self._ends - now)))
+        return f"{left} left"
+
+    def evaluated(self, facts: Facts, batches: int, of: int) -> None:
+        if self._bar is None and batches < of:
+            self._bar = bar.shown("evaluation", of, batches - 1)
         if self._bar:
             self._bar.update()
 
     def line(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int) -> None:
-        at, rate = facts.position, speed["images_per_s"]
-        split = " ".join(f"{phase}={speed[phase]:.0%}" for phase in TRAINING_PHASES)
-        left = "?" if seconds_left is None else datetime.timedelta(seconds=int(seconds_left))
-        if self._bar:
-            self._bar.set_postfix_str(f"train_loss {loss:.4f}, {rate:.0f} {facts.unit}/s, {split}, {left} left")
-        else:
+        at, now = facts.position, time.monotonic()
+        self._ends = None if seconds_left is None else now + seconds_left
+        if self._bar is None and self._line_is_due(now):
+            self._said_line = now
             step, steps = facts.plan.step_of_the_epoch(at)
             place = f"epoch={at.epoch + 1}/{self._args.epochs} step={step}/{steps}{of_which(skipped)}"
-            self._say(f"{place} train_loss={loss:.4f} lr={lr:.6g} {facts.unit}_per_s={rate:.0f} left={left} {split}")
+            rate = f"{facts.unit}_per_s={speed['images_per_s']:.0f}"
+            left = "?" if seconds_left is None else datetime.timedelta(seconds=int(seconds_left))
+            split = " ".join(f"{phase}={speed[phase]:.0%}" for phase in TRAINING_PHASES)
+            self._say(f"{time_of_day()} {place} train_loss={loss:.4f} lr={lr:.6g} {rate} left={left} {split}")
         if not self._imported:
             self._import_packages()
         if not self._advised and at.total_steps - facts.plan.began_at.total_steps > WARM_UP:
@@ -77,6 +118,12 @@ class Console(Observer):
             self._advised = line is not None
             if line:
                 self._say(line)
+
+    def _line_is_due(self, now: float) -> bool:
+        if self._said_line is None or self._args.print_freq:
+            return True
+        usual = next(seconds for until, seconds in LINE_SECONDS.items() if now - self._began <= until)
+        return now - self._said_line >= (usual if self._args.log_seconds is None else self._args.log_seconds)
 
     def epoch_ended(self, facts: Facts, whole: bool, metrics: dict, scores: Optional[Scores], skipped: int) -> None:
         self._close_bar()
@@ -86,7 +133,7 @@ class Console(Observer):
         what = facts.results.news(at) if whole else f" (after {step} of its {steps} steps)"
         shown = "".join(f" {name}={value:.4f}" for name, value in metrics.items())
         place = f"epoch={at.epoch + (0 if whole else 1)}/{self._args.epochs} steps={at.total_steps}{of_which(skipped)}"
-        self._say(f"{place}{shown} seconds={time.monotonic() - self._epoch_began:.1f}{what}")
+        self._say(f"{time_of_day()} {place}{shown} seconds={time.monotonic() - self._epoch_began:.1f}{what}")
         if whole and scores is not None and (line := scores.nothing_learnt(at.epoch, self._args)):
             self._say(line)
 
@@ -102,7 +149,7 @@ class Console(Observer):
             self._say(f"next: {restart_command(self._args, sys.argv)}")
 
     def _close_bar(self):
-        if self._bar:
+        if self._bar is not None:
             self._bar.close()
             self._bar = None
 
@@ -125,6 +172,10 @@ class Console(Observer):
         if self._classifies and (use := export_command(args.output_dir)):
             longer += f". A network for any program: {use}"
         self._say(f"next: {restart_command(args, sys.argv, without) if goes_on else longer}")
+
+
+def time_of_day() -> str:
+    return f"{datetime.datetime.now():%H:%M:%S}"
 
 
 def of_which(skipped: int) -> str:

@@ -36,7 +36,11 @@ class Observer:
 
     def epoch_began(self, facts: Facts) -> None: ...
 
-    def stepped(self, facts: Facts) -> None: ...
+    def stepped(self, facts: Facts, loss: torch.Tensor) -> None:
+        """A step was taken. `loss`: on the device, which may still be computing it."""
+
+    def evaluated(self, facts: Facts, batches: int, of: int) -> None:
+        """So many batches of an evaluation have been given, on a rank that shows the log."""
 
     def line(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int) -> None:
         """A line of the log is due."""

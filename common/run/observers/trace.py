@@ -25,7 +25,7 @@ class Trace(Observer):
         self._over = False
         self._recorder: Any = None
 
-    def stepped(self, facts: Facts) -> None:
+    def stepped(self, facts: Facts, **_: object) -> None:
         """Count a step. Begin to record after WARM_UP steps; after TRACED more, write the trace and log the table."""
         self._seen += 1
         if self._seen == WARM_UP:

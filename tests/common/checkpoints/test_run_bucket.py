@@ -363,7 +363,7 @@ def test_a_job_whose_credential_expires_saves_and_ends_and_goes_on_with_another(
         done = run_here(tmp_path, "s3://data/runs/renewed", *words, check=2)
     assert done.stderr.splitlines()[-1].startswith("error: s3://data/runs/renewed refuses the results: 403 ExpiredToken")
     assert done.stdout.count("warning: results cannot be published") == 1
-    (trained,) = re.findall(r"^epoch=(\d+)/3000 steps.*", done.stdout, re.MULTILINE)[-1:]
+    (trained,) = re.findall(r" epoch=(\d+)/3000 steps.*", done.stdout, re.MULTILINE)[-1:]
     again = run_here(tmp_path, "s3://data/runs/renewed", "--epochs", int(trained) + 1)
     assert "going on from" in again.stdout and "published to s3://data/runs/renewed" in again.stdout
 

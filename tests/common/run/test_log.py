@@ -37,7 +37,7 @@ def test_before_the_first_step_of_two_nodes_there_are_few_lines_and_they_say_wha
 def test_what_an_epoch_has_changed_stands_behind_its_numbers(tmp_path):
     said = run_job("train", tmp_path, *TINY, "--epochs", 4).stdout
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    told = re.findall(r"^epoch=\d/4 steps.* \((.*)\)$", said, re.MULTILINE)
+    told = re.findall(r"^\d\d:\d\d:\d\d epoch=\d/4 steps.* \((.*)\)$", said, re.MULTILINE)
     best = rows[0]
     assert told[0] == "the best so far"
     for before, row, words in zip(rows, rows[1:], told[1:]):
@@ -50,7 +50,9 @@ def test_what_an_epoch_has_changed_stands_behind_its_numbers(tmp_path):
 
 def test_an_evaluation_in_mid_epoch_says_so_and_the_next_start_how_long_the_rest_takes(tmp_path):
     said = run_job("train", tmp_path, *TINY, "--max_steps", 5).stdout.splitlines()
-    assert re.fullmatch(r"epoch=2/2 steps=5 accuracy=\S+ loss=\S+ seconds=\S+ \(after 1 of its 4 steps\)", said[-4])
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d epoch=2/2 steps=5 accuracy=\S+ loss=\S+ seconds=\S+ \(after 1 of its 4 steps\)", said[-4]
+    )
     assert said[-1] == f"next: python {' '.join(map(str, command('train', *TINY, '--output_dir', tmp_path / 'out')[1:]))}"
     again = run_job("train", tmp_path, *TINY).stdout.splitlines()
     assert again[1].startswith("going on from ") and again[2].startswith("2 epochs of 4 steps, 256 training samples")

@@ -132,10 +132,10 @@ def test_the_others_are_told_when_one_fails_and_that_one_is_told_nothing_more(ca
     observers = told(Fails(), Hears(heard := []))
     for moment, fact in (
         (Observer.line, 1),
-        (Observer.stepped, 2),
+        (Observer.epoch_began, 2),
         (Observer.line, 3),
         (Observer.ended, 4),
-        (Observer.stepped, 5),
+        (Observer.epoch_began, 5),
     ):
         observers.tell(moment, fact)
     warning = "warning: Fails has failed, and the run goes on without it: OSError: [Errno 28] no space left\n"
@@ -150,7 +150,7 @@ def test_what_a_dead_loader_process_raises_in_an_observer_is_not_its_failure():
 def test_an_observer_that_fails_while_the_job_does_says_nothing_and_the_others_are_told(tmp_path, capsys):
     observers = told(Fails(), journal := observed.observer(Journal, tmp_path))
     journal.began(facts := observed.facts(tmp_path), about={})
-    observers.tell(Observer.stepped, facts)
+    observers.tell(Observer.epoch_began, facts)
     observers.failure(ValueError("of the job"))
     assert not any(capsys.readouterr())
     assert [json.loads(line).get("why") for line in (tmp_path / "journal.jsonl").open()] == [None, "ValueError: of the job"]
