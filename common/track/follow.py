@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Collection, Iterator
 from typing import IO, Any, Callable, Optional
@@ -20,6 +21,7 @@ from common.files import open_regular, write_atomically
 from common.track import senders
 
 PAUSE, LONGEST_PAUSE = 5.0, 30.0  # seconds between two looks at the folder; longer where one takes long, or was in vain
+LONGEST_REASON = 100  # letters of what a tracker's library says
 ROWS = 100  # that are sent at once
 # For each tool {"run": its id, "steps": samples up to which it has the rows of steps, "epochs": the same of epochs}.
 RECORD = "tracked-{}.json"
@@ -64,7 +66,7 @@ class Follower:
             self._say(text)
 
     def _warn(self, error: Exception) -> None:
-        why = f"pip install {senders.PACKAGES[self.tool]}" if isinstance(error, ImportError) else one_line(error)[:300]
+        why = f"pip install {senders.PACKAGES[self.tool]}" if isinstance(error, ImportError) else shortened(error)
         later = f"python -m launch track {self.folder} --to {self.tool} sends them"
         if not self._warned:
             self._tell(f"warning: {self.tool} takes no rows: {why}; the run goes on, and {later}")
@@ -125,6 +127,11 @@ def rows(folder: str, name: str) -> Iterator[dict[str, Any]]:
                 row = json.loads(line)
                 if isinstance(row, dict):
                     yield row
+
+
+def shortened(error: Exception) -> str:
+    """Return the beginning of what a tracker's library says, which may be a page."""
+    return textwrap.shorten(one_line(error), LONGEST_REASON, placeholder=" ...")
 
 
 def _steps(folder: str) -> Collection[tuple[int, float, dict[str, float]]]:

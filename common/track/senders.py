@@ -6,6 +6,8 @@ import json
 import os
 from typing import Any
 
+from common.errors import UserError
+
 PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb", "swanlab": "swanlab"}
 TOLD = "anyrank.told"  # where a tracker keeps how far it has been told
 
@@ -20,8 +22,20 @@ def described(start: dict, folder: str) -> tuple[str, dict[str, Any], dict[str, 
     return os.path.basename(os.path.abspath(folder)), settings, tags
 
 
+NO_DATABASE = "unsupported URI 'sqlite"  # what MLflow says without SQLAlchemy
+NO_SERVER = "set MLFLOW_TRACKING_URI, or for a local file pip install sqlalchemy alembic"
+
+
 class MLflow:
     def __init__(self, start: dict, folder: str):
+        try:
+            self._open(start, folder)
+        except Exception as error:
+            if NO_DATABASE in str(error):
+                raise UserError(NO_SERVER) from None
+            raise
+
+    def _open(self, start: dict, folder: str) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # seconds, for 120
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # the follower tries again
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]

@@ -5,8 +5,10 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
+import types
 import urllib.request
 from pathlib import Path
 
@@ -257,6 +259,24 @@ def test_a_tracker_that_never_answers_is_left_at_the_end(tmp_path, monkeypatch, 
     assert capsys.readouterr().out == f"warning: mlflow has not taken all rows within 0.2 s; {lacks}\n"
 
 
+def test_mlflow_without_a_server_and_a_database_says_what_to_install_and_a_page_of_a_library_is_one_line(tmp_path, monkeypatch):
+    run, said = made_up(tmp_path / "run", epochs=1), []
+
+    def client():
+        raise ValueError(
+            "Model registry functionality is unavailable; got unsupported URI 'sqlite:////tmp/mlflow.db' for model registry"
+        )
+
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=client))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", types.SimpleNamespace(Param=None, RunTag=None))
+    assert not follow.Follower(str(run), "mlflow", said.append).send()
+    assert said == [
+        "warning: mlflow takes no rows: set MLFLOW_TRACKING_URI, or for a local file pip install sqlalchemy alembic; the run goes on, and "
+        f"python -m launch track {run} --to mlflow sends them"
+    ]
+    assert follow.shortened(ValueError("a page " * 100)) == "a page " * 13 + "a ..."
+
+
 # --- The trackers themselves ---
 
 
@@ -327,6 +347,15 @@ def started(folder, server, *options):
     words = [*command("train", *LONG, "--track", "mlflow", *options), "--output_dir", str(folder / "out")]
     with open(folder / "log", "a") as log:
         return subprocess.Popen(list(map(str, words)), cwd=folder, env=environment(**server.env), stdout=log, stderr=log)
+
+
+@pytest.mark.rehearsal
+def test_without_a_server_mlflow_has_a_file_in_the_folder_of_the_start(tmp_path):
+    program = python_program("mlflow", MLFLOW)
+    run_job("train", tmp_path, *TINY, "--track", "mlflow", env={"PYTHONPATH": packages_of(program)})
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        found = dict(database.execute("select key, max(step) from metrics group by key"))
+    assert found["test/accuracy"] == 512 and found["train/loss"] > 256, found
 
 
 @pytest.mark.rehearsal
