@@ -24,6 +24,7 @@ from common.ranks import collectives
 WORST = 32  # samples with the highest losses that are kept, of each rank and of all
 SHOWN, SIDE = 24, 64  # pictures of the worst mistakes, and as many of the surest; their width and height
 KINDS = ("worst", "surest")
+WHITE = 255
 ALL = 1000  # mistakes that are listed: those with the highest losses
 
 
@@ -206,7 +207,8 @@ class Scores:
         """Draw the mistakes of highest loss above those of highest confidence; None without any, or without `pixels`."""
         if not self._pixels or not self.mistakes["all"]:
             return None
-        sheet: Any = torch.zeros(3, SIDE * len(KINDS), SIDE * SHOWN, dtype=torch.uint8)
+        columns = max(len(self.mistakes[kind]) for kind in KINDS)
+        sheet: Any = torch.full((3, SIDE * len(KINDS), SIDE * columns), WHITE, dtype=torch.uint8)
         for row, kind in enumerate(KINDS):
             for column, one in enumerate(self.mistakes[kind]):
                 sheet[:, row * SIDE : (row + 1) * SIDE, column * SIDE : (column + 1) * SIDE] = one.picture

@@ -53,20 +53,25 @@ class Files(Observer):
         self._side_files.write("state.json", json.dumps(state).encode() + b"\n")
 
     def curves(self, facts: Facts) -> None:
-        """Draw train_loss and, if measured, accuracy, PSNR and SSIM over the epochs, if this rank writes and has matplotlib."""
+        """Draw the losses and, if measured, accuracy, PSNR and SSIM over the epochs, if this rank writes and has matplotlib."""
         self._curves_drawn, history = time.monotonic(), facts.results.history
         if not self._side_files.writes or not history or not packages.there(packages.FIGURES):
             return
         from matplotlib.figure import Figure
 
-        names = ["train_loss"] + [name for name in history[-1] if name in ("accuracy", "psnr", "ssim")]
-        width = 4 * len(names)
+        losses = {name: label for name, label in (("train_loss", "training"), ("loss", "validation")) if name in history[-1]}
+        parts = [("loss", losses), *((name, {name: name}) for name in ("accuracy", "psnr", "ssim") if name in history[-1])]
+        width = 4 * len(parts)
         figure = Figure(figsize=(width, 3))
         figure.subplots_adjust(left=0.6 / width, right=1 - 0.15 / width, bottom=0.16, top=0.9, wspace=0.25)  # layouts are slow
-        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
-            axes.plot([row["epoch"] for row in history], [row.get(name) for row in history], marker="o", markersize=3)
-            axes.set(title=name.replace("_", " "), xlabel="epoch")
+        epochs = [row["epoch"] for row in history]
+        for axes, (title, lines) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts):
+            for name, label in lines.items():
+                axes.plot(epochs, [row.get(name) for row in history], marker="o", markersize=3, label=label)
+            axes.set(title=title, xlabel="epoch")
             axes.grid(alpha=0.3)
+            if len(lines) > 1:
+                axes.legend()
         picture = io.BytesIO()
         figure.savefig(picture, dpi=100)
         self._side_files.write("curves.png", picture.getvalue())

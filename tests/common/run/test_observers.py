@@ -122,6 +122,17 @@ class Fails(Observer):
         raise OSError(28, "no space left")
 
 
+def test_the_curves_have_the_loss_of_the_validation_beside_that_of_the_training(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    facts = observed.facts(tmp_path)
+    facts.results.history[:] = [{"epoch": epoch, "train_loss": 2.0, "loss": 2.1, "accuracy": 0.5} for epoch in (1, 2)]
+    observed.observer(Files, tmp_path, shows=True, writes=True).ended(facts)
+    lines = {axes.get_title(): [line.get_label() for line in axes.lines] for axes in drawn[0].axes}
+    assert lines == {"loss": ["training", "validation"], "accuracy": ["accuracy"]}
+
+
 def told(*present):
     observers = Observers(observed.options(ROOT), None, SideFiles("/none", shows=True, writes=False), may_write=False)
     observers._present = list(present)

@@ -154,6 +154,15 @@ def test_the_mistakes_are_those_with_the_largest_losses_and_those_that_were_sure
     assert torch.equal(sheet[:, module.SIDE :, : module.SIDE], scores.mistakes["surest"][0].picture)
 
 
+def test_the_sheet_of_a_few_mistakes_is_as_wide_as_they_are():
+    logits, labels = torch.eye(7), torch.tensor([1, 0, 2, 3, 4, 5, 6])
+    assert with_pictures(logits, labels, torch.zeros(7, 3, 32, 32), labels, 7).picture().shape == (
+        3,
+        2 * module.SIDE,
+        2 * module.SIDE,
+    )
+
+
 def test_large_pictures_are_made_small_and_where_all_is_right_there_is_none():
     logits, labels = torch.eye(7), torch.arange(7)
     images = torch.zeros(7, 3, 224, 160)
