@@ -17,8 +17,9 @@ $(VENV)/jobs: requirements.txt tests/constraints.txt
 
 $(VENV)/ready: $(VENV)/jobs tests/requirements.txt
 	@echo "installing what the tests need into $(VENV)"
+	test -e $@ || rm $(VENV)/jobs
 	$(INSTALL) -r requirements.txt -r tests/requirements.txt -c tests/constraints.txt
-	touch $@
+	touch $(VENV)/jobs $@
 
 .PHONY: run quick test rehearsal lint format chaos bench gpu engine mutants
 run: $(VENV)/jobs

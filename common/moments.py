@@ -12,7 +12,7 @@ A listener is an object with a method for each moment that it needs:
     run(args, not_given)         a Run is about to resume: the data are open, and no step was taken; `not_given()` returns
                                  [(name, kind)] of the optimizers, schedules, averages and scalers that it was not given
     said(text)                   a line of the log was printed for the user
-    batch(number, of)            a loader has given batch `number` of `of`
+    batch(number, loader)        the loop over a loader is done with its batch `number`
     row(row)                     a row of speed.jsonl is about to be written; a listener may add numbers
     written(folder, write)       rank 0 has written files of the report; `write(name, content)` adds an optional file
     killed(args, since, why)     the watcher or parent of rank 0, which began to watch at `since`, knows why the job ends

@@ -58,7 +58,7 @@ class Progress:
             self._bytes += size
             self._old_bytes += size if old else 0
             now = time.monotonic()
-            if self._bar:
+            if self._bar is not None:
                 self._bar.set_postfix_str(self._counted_things() if self._by_bytes else self._counted_bytes(), refresh=False)
                 self._bar.update(size if self._by_bytes else things)
             elif now - self._printed >= LINE_SECONDS:
@@ -96,7 +96,7 @@ class Progress:
         return max(time.monotonic() - self._began, 1e-3)
 
     def close(self) -> None:
-        if self._bar:
+        if self._bar is not None:
             self._bar.close()
 
     def __enter__(self) -> "Progress":
@@ -123,9 +123,9 @@ def bar(**options: Any) -> Any:
     is_seen = sys.stderr.isatty() or in_notebook()
     if not is_seen or not packages.there(packages.BAR):
         return None
-    with_widgets = in_notebook() and importlib.util.find_spec("ipywidgets")
-    kind = importlib.import_module("tqdm.auto") if with_widgets else sys.modules["tqdm"]
-    return kind.tqdm(**options)
+    has_widgets = in_notebook() and importlib.util.find_spec("ipywidgets") is not None
+    module: Any = importlib.import_module("tqdm.auto") if has_widgets else sys.modules["tqdm"]
+    return module.tqdm(**options)
 
 
 def counted(things: Sequence, what: str, unit: str) -> Iterator:
@@ -133,9 +133,9 @@ def counted(things: Sequence, what: str, unit: str) -> Iterator:
     shown = bar(total=len(things), desc=what, unit=unit, leave=False)
     for thing in things:
         yield thing
-        if shown:
+        if shown is not None:
             shown.update()
-    if shown:
+    if shown is not None:
         shown.close()
 
 

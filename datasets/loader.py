@@ -60,7 +60,7 @@ class Loader:
                         tensor.record_stream(stream)
             self.ids = ids
             yield batch
-            moments.announce("batch", number + 1, len(self))
+            moments.announce("batch", number + 1, self)
 
     def transfer_seconds(self) -> float:
         """Return the seconds spent on moving and preparing batches since the last call."""

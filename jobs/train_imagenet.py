@@ -276,7 +276,7 @@ def add_training(add):
 
 
 def add_output(add):
-    add("--print_freq", type=COUNT, help="a line in the log for so many steps; unset: one every few seconds")
+    add("--print_freq", type=COUNT, help="a line in the log for so many steps; unset: as --log_seconds says")
     add("--checkpoints", type=boolean, default=True, help="false: save none, so that no start can go on from them")
 
 

@@ -198,8 +198,8 @@ def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Par
     add("--resume", default="auto", help=where)
     add("--overwrite", type=boolean, default=False, help=what)
     add("--save_steps", type=COUNT, help="also save a checkpoint every N steps")
-    rarer = "between two lines of the log; unset: 5, after 5 minutes 30, after an hour 60"
-    add("--log_seconds", type=number(float, at_least=5), help=rarer)
+    pause = "seconds between two lines of a log, not of a terminal: 5 or more; unset: 5, later 30, after an hour 60"
+    add("--log_seconds", type=number(float, at_least=5), help=pause)
     add("--save_seconds", type=POSITIVE, default=300.0, help="also save a checkpoint every N seconds")
     add("--keep", type=COUNT, default=2, help="how many checkpoints to keep: the last N, and the best")
     add("--max_hours", type=POSITIVE, help="save and exit with 0 after N hours; the same command goes on")

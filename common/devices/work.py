@@ -165,7 +165,7 @@ def record_event(stream: object) -> Any:
 
 
 class LateNumber:
-    """The newest number that the device has computed. Neither ask() nor read() waits for the device, if it has queues."""
+    """A number of the device that is read later. Neither ask() nor read() waits for the device, if it has queues."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -174,7 +174,7 @@ class LateNumber:
 
     def ask(self, number: torch.Tensor) -> None:
         if self._memory is None:
-            memory = torch.zeros(())
+            memory = torch.zeros((), dtype=torch.float32, device="cpu")
             self._memory = memory.pin_memory() if kinds.has_queues(self._device) else memory
         self._memory.copy_(number, non_blocking=True)
         if kinds.has_queues(self._device):

@@ -141,7 +141,9 @@ class Run:
         self.tell(Observer.picture, name=name, pixels=pixels, what=what)
 
     def tell(self, moment: Callable[..., None], **more: Any) -> None:
-        self._observers.tell(moment, Facts(self.position, self.plan, self.results, self.clock.read(), self.unit), **more)
+        self._observers.tell(
+            moment, Facts(self.position, self.plan, self.results, self.clock.read(), self.unit, self.due.evaluates), **more
+        )
 
     def enter(self, phase: str) -> None:
         self.clock.enter(phase, self.position.total_steps)
@@ -382,6 +384,7 @@ class Run:
         seed_step(self.args.seed, self.position.epoch, EVALUATION)
         self.due.allow_stop(evaluates=True)
         self.enter("evaluate")
+        self.tell(Observer.evaluation_began)
 
     # The order of a step is a contract: if one of these fails, the run ends before those below it (test_step.py).
     #   1. the ledger of this rank has the samples of the step

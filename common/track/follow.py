@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Collection, Iterator
 from typing import IO, Any, Callable, Optional
@@ -130,8 +129,12 @@ def rows(folder: str, name: str) -> Iterator[dict[str, Any]]:
 
 
 def shortened(error: Exception) -> str:
-    """Return the beginning of what a tracker's library says, which may be a page."""
-    return textwrap.shorten(one_line(error), LONGEST_REASON, placeholder=" ...")
+    """Return the beginning of the first cause of what a tracker's library says, which may be a page."""
+    cause: BaseException = error
+    while inner := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__):
+        cause = inner
+    text = one_line(cause) or type(cause).__name__
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
 
 
 def _steps(folder: str) -> Collection[tuple[int, float, dict[str, float]]]:

@@ -2,6 +2,7 @@
 that steps that are done again after a kill do not break a curve. Address and key come from the tracker's own variables.
 """
 
+import importlib.util
 import json
 import os
 from typing import Any
@@ -22,7 +23,6 @@ def described(start: dict, folder: str) -> tuple[str, dict[str, Any], dict[str, 
     return os.path.basename(os.path.abspath(folder)), settings, tags
 
 
-NO_DATABASE = "unsupported URI 'sqlite"  # what MLflow says without SQLAlchemy
 NO_SERVER = "set MLFLOW_TRACKING_URI, or for a local file pip install sqlalchemy alembic"
 
 
@@ -30,8 +30,10 @@ class MLflow:
     def __init__(self, start: dict, folder: str):
         try:
             self._open(start, folder)
-        except Exception as error:
-            if NO_DATABASE in str(error):
+        except ImportError:
+            raise
+        except Exception:
+            if not os.environ.get("MLFLOW_TRACKING_URI") and importlib.util.find_spec("sqlalchemy") is None:
                 raise UserError(NO_SERVER) from None
             raise
 

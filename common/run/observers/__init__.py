@@ -7,6 +7,7 @@ observer.py.
 import argparse
 import contextlib
 import os
+from collections.abc import Sized
 from typing import Any, Callable
 
 import torch
@@ -74,9 +75,9 @@ class Observers:
                 if moment is not Observer.failed:  # a warning would hide the error of the job itself
                     say(f"warning: {type(one).__name__} has failed, and the run goes on without it: {why}")
 
-    def batch(self, number: int, of: int) -> None:
-        if self._side_files.shows and self._newest and self._newest.plan.epoch_is_over(self._newest.position):
-            self.tell(Observer.evaluated, self._newest, batches=number, of=of)
+    def batch(self, number: int, loader: Sized) -> None:
+        if self._side_files.shows and self._newest and self._newest.evaluates:
+            self.tell(Observer.evaluated, self._newest, batches=number, total=len(loader))
 
     def said(self, text: str) -> None:
         self.tell(Observer.said, self._newest, text=text)

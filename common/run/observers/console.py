@@ -33,10 +33,12 @@ class Console(Observer):
         self._side_files, self._say = side_files, side_files.say
         self._bar: Optional[bar.Bar] = None
         self._loss = devices.LateNumber(device)
-        self._looked_at, self._looked = 0, time.monotonic()  # steps, and when
-        self._ends: Optional[float] = None  # when the run will end, as the last line has it
-        self._began = self._epoch_began = time.monotonic()
-        self._said_line: Optional[float] = None  # when the last line was said
+        self._look_began_at = time.monotonic()
+        self._steps_at_look = 0
+        self._expected_end: Optional[float] = None  # of the run
+        self._began_at = time.monotonic()
+        self._epoch_began = self._began_at
+        self._last_line_at: Optional[float] = None
         self._advised, self._imported = False, False
         self._classifies = False
 
@@ -56,56 +58,67 @@ class Console(Observer):
             self._say(left_out)
 
     def epoch_began(self, facts: Facts) -> None:
-        self._epoch_began, sampler = time.monotonic(), facts.plan.sampler
-        if not self._side_files.shows:
+        now = time.monotonic()
+        sampler = facts.plan.sampler
+        self._epoch_began = now
+        self._begin_look(facts, now)
+        if not self._side_files.shows or facts.plan.epoch_is_over(facts.position):
             return
         done = facts.position.consumed // sampler.global_batch
-        self._bar = bar.shown(f"epoch {facts.position.epoch + 1}/{self._args.epochs}", done + len(sampler), done)
-        now = time.monotonic()
+        self._bar = bar.open_bar(f"epoch {facts.position.epoch + 1}/{self._args.epochs}", done + len(sampler), done)
         if self._bar is not None:
-            self._bar.say([self._left(now)])
-        self._begin_look(facts, now)
+            self._bar.say([self._time_left(now)])
 
     def stepped(self, facts: Facts, loss: torch.Tensor) -> None:
         if self._bar is None:
             return
-        self._bar.update()
+        self._bar.move_to(facts.position.consumed // facts.plan.sampler.global_batch)
         now = time.monotonic()
-        if now - self._looked >= LOOK_SECONDS:
-            self._bar.say(self._words(facts, now))
-            self._loss.ask(loss)
+        if now - self._look_began_at >= LOOK_SECONDS:
+            self._bar.say(self._words(facts, loss, now))
             self._begin_look(facts, now)
-        if facts.plan.epoch_is_over(facts.position):
-            self._close_bar()
 
     def _begin_look(self, facts: Facts, now: float) -> None:
-        self._looked_at, self._looked = facts.position.total_steps, now
+        self._look_began_at = now
+        self._steps_at_look = facts.position.total_steps
 
-    def _words(self, facts: Facts, now: float) -> list[str]:
-        """Return what stands behind the bar, the most important first. The loss is that of the last look."""
-        steps_per_second = max(1, facts.position.total_steps - self._looked_at) / (now - self._looked)
+    def _words(self, facts: Facts, loss: torch.Tensor, now: float) -> list[str]:
+        """Return what stands behind the bar, the most important first. A device with queues has the loss of the look before."""
+        steps_per_second = max(1, facts.position.total_steps - self._steps_at_look) / (now - self._look_began_at)
         rate = f"{steps_per_second:.1f} steps/s" if steps_per_second >= 1 else f"{1 / steps_per_second:.1f} s/step"
         samples_per_second = steps_per_second * facts.plan.sampler.global_batch
-        loss = self._loss.read()
-        loss_words = [] if loss is None else [f"loss {loss:.4f}"]
-        return [self._left(now), *loss_words, f"{samples_per_second:.0f} {facts.unit}/s", rate]
+        before = self._loss.read()
+        self._loss.ask(loss)
+        newest = self._loss.read()
+        shown = before if newest is None else newest
+        loss_words = [] if shown is None else [f"loss {shown:.4f}"]
+        return [self._time_left(now), *loss_words, f"{samples_per_second:.0f} {facts.unit}/s", rate]
 
-    def _left(self, now: float) -> str:
-        left = "?" if self._ends is None else datetime.timedelta(seconds=int(max(0, self._ends - now)))
-        return f"{left} left"
+    def _time_left(self, now: float) -> str:
+        if self._expected_end is None:
+            return "? left"
+        seconds = int(max(0, self._expected_end - now))
+        return f"{datetime.timedelta(seconds=seconds)} left"
 
-    def evaluated(self, facts: Facts, batches: int, of: int) -> None:
-        if self._bar is None and batches < of:
-            self._bar = bar.shown("evaluation", of, batches - 1)
-        if self._bar:
-            self._bar.update()
+    def evaluation_began(self, _facts: Facts) -> None:
+        self._close_bar()
+
+    def evaluated(self, _facts: Facts, batches: int, total: int) -> None:
+        is_another = self._bar is not None and (batches == 1 or self._bar.total != total)
+        if is_another:  # as an evaluation begins anew when a node was lost
+            self._close_bar()
+        if self._bar is None and batches < total:
+            self._bar = bar.open_bar("evaluation", total)
+        if self._bar is not None:
+            self._bar.move_to(batches)
 
     def line(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int) -> None:
-        at, now = facts.position, time.monotonic()
-        self._ends = None if seconds_left is None else now + seconds_left
-        if self._bar is None and self._line_is_due(now):
-            self._said_line = now
-            step, steps = facts.plan.step_of_the_epoch(at)
+        at = facts.position
+        now = time.monotonic()
+        step, steps = facts.plan.step_of_the_epoch(at)
+        self._expected_end = None if seconds_left is None else now + seconds_left
+        if self._bar is None and self._line_is_due(step, now):
+            self._last_line_at = now
             place = f"epoch={at.epoch + 1}/{self._args.epochs} step={step}/{steps}{of_which(skipped)}"
             rate = f"{facts.unit}_per_s={speed['images_per_s']:.0f}"
             left = "?" if seconds_left is None else datetime.timedelta(seconds=int(seconds_left))
@@ -119,11 +132,14 @@ class Console(Observer):
             if line:
                 self._say(line)
 
-    def _line_is_due(self, now: float) -> bool:
-        if self._said_line is None or self._args.print_freq:
+    def _line_is_due(self, step: int, now: float) -> bool:
+        """Whether a line is due after this step of its epoch. The first step has none, as its speed is that of one step alone,
+        but for the first of a start."""
+        if self._last_line_at is None or self._args.print_freq:
             return True
-        usual = next(seconds for until, seconds in LINE_SECONDS.items() if now - self._began <= until)
-        return now - self._said_line >= (usual if self._args.log_seconds is None else self._args.log_seconds)
+        usual = next(seconds for until, seconds in LINE_SECONDS.items() if now - self._began_at <= until)
+        pause = usual if self._args.log_seconds is None else self._args.log_seconds
+        return step > 1 and now - self._last_line_at >= pause
 
     def epoch_ended(self, facts: Facts, whole: bool, metrics: dict, scores: Optional[Scores], skipped: int) -> None:
         self._close_bar()

@@ -20,6 +20,7 @@ class Facts:
     results: Results
     seconds: Mapping[str, float]  # as Clock.read() gives them
     unit: str = "samples"  # what the loader gives, or "images"
+    evaluates: bool = False
 
 
 class Observer:
@@ -39,8 +40,11 @@ class Observer:
     def stepped(self, facts: Facts, loss: torch.Tensor) -> None:
         """A step was taken. `loss`: on the device, which may still be computing it."""
 
-    def evaluated(self, facts: Facts, batches: int, of: int) -> None:
-        """So many batches of an evaluation have been given, on a rank that shows the log."""
+    def evaluation_began(self, facts: Facts) -> None:
+        """The last step of this start in the epoch was taken."""
+
+    def evaluated(self, facts: Facts, batches: int, total: int) -> None:
+        """So many batches of an evaluation are done, on a rank that shows the log."""
 
     def line(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int) -> None:
         """A line of the log is due."""

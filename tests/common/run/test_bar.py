@@ -74,10 +74,66 @@ def test_the_bar_fits_the_terminal_and_keeps_the_time_that_is_left(columns, tmp_
 def test_words_fall_away_from_the_right_and_the_first_stays():
     words = ["0:12:33 left", "loss 1.2345", "346 images/s"]
     whole = "".join(f", {word}" for word in words)
-    assert bar.fit(words, len(whole) + 1) == whole
-    assert bar.fit(words, len(whole)) == ", 0:12:33 left, loss 1.2345"
-    assert bar.fit(words, 20) == bar.fit(words, 0) == ", 0:12:33 left"
-    assert bar.fit([], 80) == ""
+    assert bar.words_that_fit(words, len(whole) + 1) == whole
+    assert bar.words_that_fit(words, len(whole)) == ", 0:12:33 left, loss 1.2345"
+    assert bar.words_that_fit(words, 20) == bar.words_that_fit(words, 0) == ", 0:12:33 left"
+    assert bar.words_that_fit([], 80) == ""
+
+
+class Drawn:
+    """A bar of tqdm's."""
+
+    def __init__(self, drawn, total, desc, initial=0, **_):
+        self.n, self.name, self.is_closed = initial, f"{desc} of {total}", False
+        drawn.append(self)
+
+    def update(self, more):
+        self.n += more
+
+    def refresh(self):
+        pass
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The bars that are drawn."""
+    bars = []
+    monkeypatch.setattr(bar.progress, "bar", lambda **options: Drawn(bars, **options))
+    return bars
+
+
+def test_an_evaluation_that_begins_anew_has_a_new_bar_and_none_counts_beyond_its_end(drawn, tmp_path):
+    shown = observed.observer(console.Console, tmp_path, shows=True, writes=False)
+    facts = observed.facts(tmp_path)
+    shown.epoch_began(facts)
+    shown.evaluation_began(facts)
+    for batches, total in ((1, 3), (2, 3), (1, 3), (2, 3), (3, 3), (1, 5)):
+        shown.evaluated(facts, batches=batches, total=total)
+    assert [(one.name, one.n, one.is_closed) for one in drawn] == [
+        ("epoch 1/2 of 15", 5, True), ("evaluation of 3", 2, True), ("evaluation of 3", 3, True), ("evaluation of 5", 1, False),
+    ]  # fmt: skip
+
+
+def test_an_epoch_whose_steps_are_all_done_has_no_bar(drawn, tmp_path):
+    shown = observed.observer(console.Console, tmp_path, shows=True, writes=False)
+    shown.epoch_began(observed.facts(tmp_path, Position(samples_seen=1280, total_steps=10, consumed=1280)))
+    assert drawn == []
+
+
+def test_the_width_is_that_of_the_terminal_that_the_bar_is_drawn_on(monkeypatch):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 61, 0, 0))
+    monkeypatch.setenv("COLUMNS", "200")
+    with open(theirs, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        assert bar.terminal_size().columns == 61
+    os.close(ours)
+    with open(os.devnull, "w") as nowhere, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", nowhere)
+        assert bar.terminal_size() == bar.USUAL
 
 
 def test_a_late_number_is_the_last_that_was_asked_for():
