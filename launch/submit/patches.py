@@ -50,8 +50,11 @@ def read(path: Optional[str]) -> Fields:
         part = content.get(place, {}) if place else content
         if not isinstance(part, dict) or not set(part) <= known:
             raise UserError(f"--patch {path}: {place or 'the file'} may have {' and '.join(sorted(known))} alone")
-    if not isinstance(content.get("template", {}).get("spec", {}), dict):
+    spec = content.get("template", {}).get("spec", {})
+    if not isinstance(spec, dict):
         raise UserError(f"--patch {path}: the spec of template has to have fields")
+    if not isinstance(spec.get("containers", []), list):
+        raise UserError(f"--patch {path}: containers has to be a list")
     _require_keys(content, path)
     return content
 

@@ -157,6 +157,7 @@ def test_a_patch_reaches_the_pods_and_the_jobs_metadata(platform, changes, tmp_p
         ("template: {spec: {volumes: [x]}}", "an item of volumes has no name: give each one"),
         ("a: [", "cannot be read: while parsing"),
         ("metadata: {annotations: {since: 2026-01-01}}", "is not JSON serializable: put a date or the like in quotes"),
+        ("template: {spec: {containers: null}}", "containers has to be a list"),
         ("template: {spec: null}", "the spec of template has to have fields"),
         ("template: {spec: {$patch: replace}}", "$patch: replace is not known: $patch: delete is"),
         ("template: {spec: {tolerations: [{key: x, $patch: delete}]}}", "$patch: delete is not known"),
