@@ -87,6 +87,8 @@ class Console(Observer):
         steps_per_second = max(1, facts.position.total_steps - self._steps_at_look) / (now - self._look_began_at)
         rate = f"{steps_per_second:.1f} steps/s" if steps_per_second >= 1 else f"{1 / steps_per_second:.1f} s/step"
         samples_per_second = steps_per_second * facts.plan.sampler.global_batch
+        if self._expected_end is None:  # a guess, until a line knows better
+            self._expected_end = now + facts.plan.samples_left(facts.position) / samples_per_second
         before = self._loss.read()
         self._loss.ask(loss)
         newest = self._loss.read()
@@ -113,24 +115,29 @@ class Console(Observer):
             self._bar.move_to(batches)
 
     def line(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int) -> None:
-        at = facts.position
         now = time.monotonic()
-        step, steps = facts.plan.step_of_the_epoch(at)
+        step, steps = facts.plan.step_of_the_epoch(facts.position)
         self._expected_end = None if seconds_left is None else now + seconds_left
         if self._bar is None and self._line_is_due(step, now):
             self._last_line_at = now
-            place = f"epoch={at.epoch + 1}/{self._args.epochs} step={step}/{steps}{of_which(skipped)}"
+            place = f"epoch={facts.position.epoch + 1}/{self._args.epochs} step={step}/{steps}{of_which(skipped)}"
             rate = f"{facts.unit}_per_s={speed['images_per_s']:.0f}"
             left = "?" if seconds_left is None else datetime.timedelta(seconds=int(seconds_left))
             split = " ".join(f"{phase}={speed[phase]:.0%}" for phase in TRAINING_PHASES)
             self._say(f"{time_of_day()} {place} train_loss={loss:.4f} lr={lr:.6g} {rate} left={left} {split}")
         if not self._imported:
             self._import_packages()
-        if not self._advised and at.total_steps - facts.plan.began_at.total_steps > WARM_UP:
-            line = advice(self._args.input.remedies, speed["waiting_for_data"])
-            self._advised = line is not None
-            if line:
-                self._say(line)
+        self._advise_once(facts, speed["waiting_for_data"])
+
+    def _advise_once(self, facts: Facts, waiting: float) -> None:
+        """Say what helps a loader that the network waits for; the first steps of a start do not count."""
+        steps_of_this_start = facts.position.total_steps - facts.plan.began_at.total_steps
+        if self._advised or steps_of_this_start <= WARM_UP:
+            return
+        line = advice(self._args.input.remedies, waiting)
+        if line:
+            self._advised = True
+            self._say(line)
 
     def _line_is_due(self, step: int, now: float) -> bool:
         """Whether a line is due after this step of its epoch. The first step has none, as its speed is that of one step alone,

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -12,6 +13,7 @@ from common import packages
 from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 
+DRAWN_ALONE = ("accuracy", "psnr", "ssim")  # metrics with a figure of their own
 CURVES_SECONDS = 60  # the least time between two drawings of the curves, which take a moment
 
 
@@ -59,13 +61,12 @@ class Files(Observer):
             return
         from matplotlib.figure import Figure
 
-        losses = {name: label for name, label in (("train_loss", "training"), ("loss", "validation")) if name in history[-1]}
-        parts = [("loss", losses), *((name, {name: name}) for name in ("accuracy", "psnr", "ssim") if name in history[-1])]
-        width = 4 * len(parts)
+        panels = panels_of(history[-1])
+        width = 4 * len(panels)
         figure = Figure(figsize=(width, 3))
         figure.subplots_adjust(left=0.6 / width, right=1 - 0.15 / width, bottom=0.16, top=0.9, wspace=0.25)  # layouts are slow
         epochs = [row["epoch"] for row in history]
-        for axes, (title, lines) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts):
+        for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
             for name, label in lines.items():
                 axes.plot(epochs, [row.get(name) for row in history], marker="o", markersize=3, label=label)
             axes.set(title=title, xlabel="epoch")
@@ -75,6 +76,13 @@ class Files(Observer):
         picture = io.BytesIO()
         figure.savefig(picture, dpi=100)
         self._side_files.write("curves.png", picture.getvalue())
+
+
+def panels_of(metrics: Mapping[str, float]) -> dict[str, dict[str, str]]:
+    """Return {title of a figure: {metric: label of its line}} for the metrics that are drawn."""
+    panels = {"loss": {"train_loss": "training", "loss": "validation"}, **{name: {name: name} for name in DRAWN_ALONE}}
+    there = {title: {name: label for name, label in lines.items() if name in metrics} for title, lines in panels.items()}
+    return {title: lines for title, lines in there.items() if lines}
 
 
 def png(pixels: torch.Tensor) -> bytes:
