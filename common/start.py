@@ -97,7 +97,7 @@ def _require_a_script() -> None:
 
 
 def _is_a_script(path: str) -> bool:
-    """Whether the lines of this process are those of the file."""
+    """Whether the file is the script that this process runs."""
     its = getattr(sys.modules["__main__"], "__file__", None)
     return bool(its) and os.path.exists(its) and os.path.exists(path) and os.path.samefile(its, path)
 

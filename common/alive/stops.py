@@ -21,7 +21,8 @@ class Stops:
         self._counts: Optional[Callable[[], object]] = None
 
     def cease(self) -> None:
-        """Handle the stop signals no more, and forget one that was obeyed, in a process that a run does not end: a notebook."""
+        """Give the stop signals back to who had them before listen(), and forget one that came. For a notebook, whose process
+        outlives its run."""
         self.noted = 0
         for number, handler in self._before.items():
             signal.signal(number, handler)

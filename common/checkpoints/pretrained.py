@@ -19,9 +19,8 @@ from common.errors import UserError, one_line
 from common.files import MIB, contents, open_regular
 from common.models import classifiers
 from common.ranks import collectives
-from common.weights.files import BESIDE, DIGEST, beside, evaluated_weights, plain_name
+from common.weights.files import BESIDE, DIGEST, OF_TORCHVISION, beside, evaluated_weights, plain_name
 
-OF_TORCHVISION = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # torchvision's file names end with the beginning of the SHA-256
 # torchvision's files of DenseNet have an old name: "norm.1.weight" for "norm1.weight".
 OLD_KEY = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 

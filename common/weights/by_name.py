@@ -20,10 +20,10 @@ from common.address import local_folder
 from common.errors import UserError, one_line
 from common.models import classifiers
 from common.storage import https, index, once
+from common.weights.files import OF_TORCHVISION
 
 NAME = re.compile(r"pretrained|(\w+_Weights\.)?[A-Z][A-Z0-9_]*")
 PRETRAINED = "pretrained"  # what torchvision calls DEFAULT
-OF_TORCHVISION = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # torchvision's file names end with the beginning of the SHA-256
 LESS_THAN_A_PIXEL = 0.5
 ALONG = Path(__file__).resolve().parents[2] / "weights"  # where launch bundle --weights has put them, beside common
 
@@ -123,7 +123,8 @@ def _of_torchvision(text: str, arch: str) -> NamedWeights:
     if entry.meta.get("categories") is None:
         raise UserError(f"--weights {one_line(text)} is for features alone, without the last layers: give another of {arch}")
     made = entry.transforms()
-    size, short = made.crop_size[0], made.resize_size[0]
+    size = made.crop_size[0]
+    short = made.resize_size[0]
     cache = os.path.join(importlib.import_module("torch.hub").get_dir(), "checkpoints", os.path.basename(entry.url))
     return NamedWeights(
         arch,

@@ -18,6 +18,7 @@ import torch
 from common.files import remove, write_atomically
 
 WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+OF_TORCHVISION = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # torchvision's file names end with the beginning of the SHA-256
 DIGEST = ".sha256"  # the ending of the file beside a file of weights
 # Fields, with their types, of the JSON file beside the weights of an epoch; OPTIONS are the run's options among them.
 OPTIONS = {"arch": str, "width": int, "image_size": int, "resize": str, "interpolation": str, "seed": int, "crop_pct": float,

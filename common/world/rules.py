@@ -268,9 +268,10 @@ def kubernetes(given: Given) -> Optional[World]:
     """Return the place of an indexed Job's pod by JOB_COMPLETION_INDEX and WORLD_SIZE, which counts pods; None without both."""
     if not given.has("JOB_COMPLETION_INDEX", "WORLD_SIZE"):  # the index alone may number jobs that have nothing in common
         return None
-    rank, nodes = given.number("JOB_COMPLETION_INDEX"), given.number("WORLD_SIZE")
-    master, port = given.env.get("MASTER_ADDR"), given.number("MASTER_PORT")
-    return node(given, "kubernetes", "JOB_COMPLETION_INDEX and WORLD_SIZE count pods", rank, nodes, master, port)
+    rule = "JOB_COMPLETION_INDEX and WORLD_SIZE count pods"
+    rank = given.number("JOB_COMPLETION_INDEX")
+    nodes = given.number("WORLD_SIZE")
+    return node(given, "kubernetes", rule, rank, nodes, given.env.get("MASTER_ADDR"), given.number("MASTER_PORT"))
 
 
 def volcano(given: Given) -> Optional[World]:

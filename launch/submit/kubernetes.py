@@ -111,8 +111,9 @@ def _is_lost_with_the_pod(request: Request, place: Optional[str]) -> bool:
 
 
 def _indexed_job(request: Request) -> Fields:
-    """Return the spec of a Job whose completion index is the node. With --retries, a pod that fails is started again; one that
-    was taken away, as its machine is needed, does not count."""
+    """Return the spec of a Job whose completion index is the node.
+
+    With --retries, a pod that fails is started again. A pod that the cluster has evicted does not count as a failure then."""
     exit_codes = {"containerName": "pytorch", "operator": "In", "values": [MISTAKE]}
     mistake = {"action": "FailJob", "onExitCodes": exit_codes}
     lost = [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
@@ -130,7 +131,8 @@ def _indexed_job(request: Request) -> Fields:
 def _pytorch_job(request: Request) -> Fields:
     """Return the spec of a PyTorchJob. With --retries, a container that fails is restarted in its pod, and the job resumes."""
     policy = requests.given(backoffLimit=request.retries, cleanPodPolicy="Running", activeDeadlineSeconds=request.seconds)
-    restart, template = "OnFailure" if request.retries else "Never", pods.template(request)
+    restart = "OnFailure" if request.retries else "Never"
+    template = pods.template(request)
     replicas = {
         name: {"replicas": count, "restartPolicy": restart, "template": template} for name, count in _tasks(request).items()
     }
@@ -166,7 +168,7 @@ def _train_job(request: Request) -> Fields:
     container = pod["containers"][0]
     trainer = requests.given(
         numNodes=request.nodes,
-        resourcesPerNode=container["resources"] or None,
+        resourcesPerNode=container.get("resources") or None,
         **{name: container[name] for name in ("image", "command", "args", "env") if name in container},
         numProcPerNode=request.gpus or None,
     )
@@ -241,7 +243,8 @@ def secret(request: Request, value: str) -> Optional[Fields]:
 
 def show(request: Request, body: Any) -> str:
     """Return all objects as YAML for `kubectl apply -f -`; what they need is in comments above, among it the Secret."""
-    hidden, named = secret(request, HIDDEN), service(request)
+    hidden = secret(request, HIDDEN)
+    named = service(request)
     comments = [*_needs(request), *(_documents([hidden]).splitlines() if hidden else [])]
     return "".join([*(f"# {line}\n" for line in comments), _documents([*([named] if named else []), body])])
 
@@ -336,7 +339,8 @@ def _create(client: object, request: Request, body: Fields) -> Fields:
 
 
 def _for_trainer_2_1(spec: Fields) -> Fields:
-    """Return the spec of a TrainJob with OVERRIDES in place of PATCHES, without what they cannot say."""
+    """Return the spec of a TrainJob with podTemplateOverrides in place of runtimePatches, without security contexts, which the
+    first cannot hold; UserError for a time limit, which Kubeflow Trainer 2.1 does not know."""
     if "activeDeadlineSeconds" in spec:
         raise UserError("the cluster's Kubeflow Trainer is older than 2.2, and has no time limit for a job: leave --hours out")
     (patch,) = spec[PATCHES]

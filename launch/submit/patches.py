@@ -34,7 +34,7 @@ KNOWN = {"": {"metadata", "template"}, "metadata": {"labels", "annotations"}, "t
 
 @functools.lru_cache(maxsize=1)  # as the file may be a pipe
 def read(path: Optional[str]) -> Fields:
-    """Return the content of the file, {} without one; UserError if it is no such file."""
+    """Return the content of the file of --patch, {} without one; UserError if it has not the form above."""
     if path is None:
         return {}
     yaml = _yaml()
@@ -100,7 +100,7 @@ def _require_keys(value: object, path: str, field: str = "", in_items: bool = Fa
 
 
 def merged(value: Any, change: Any, field: str = "") -> Any:
-    """Return the value of a field as the change makes it."""
+    """Return `value`, the content of the field `field`, with the patch `change` applied to it."""
     if isinstance(change, dict):
         old = value if isinstance(value, dict) else {}
         names = [name for name in {**old, **change} if change.get(name, "") is not None]

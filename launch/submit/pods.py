@@ -14,8 +14,10 @@ from launch.submit import request as requests
 from launch.submit.patches import Fields
 from launch.submit.request import Request
 
-CODE, SCRATCH = "/code", "/scratch"
-VARIABLE, KEY = "ANYRANK_SECRET", "secret"  # the variable with the secret that the nodes share, and its key in the Secret
+CODE = "/code"  # where the code from a bucket is
+SCRATCH = "/scratch"
+VARIABLE = "ANYRANK_SECRET"  # has the secret that the nodes share
+KEY = "secret"  # of this in the Secret
 OWN_FOLDERS = {CODE, SCRATCH, "/dev/shm"}
 GRACE_SECONDS = 300
 GPU = "nvidia.com/gpu"

@@ -83,7 +83,9 @@ class Console(Observer):
         self._steps_at_look = facts.position.total_steps
 
     def _words(self, facts: Facts, loss: torch.Tensor, now: float) -> list[str]:
-        """Return what stands behind the bar, the most important first. A device with queues has the loss of the look before."""
+        """Return what stands behind the bar, the most important first.
+
+        The loss of a GPU is that of the look before, so that nobody waits for it."""
         steps_per_second = max(1, facts.position.total_steps - self._steps_at_look) / (now - self._look_began_at)
         rate = f"{steps_per_second:.1f} steps/s" if steps_per_second >= 1 else f"{1 / steps_per_second:.1f} s/step"
         samples_per_second = steps_per_second * facts.plan.sampler.global_batch

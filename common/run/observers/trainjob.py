@@ -27,7 +27,8 @@ CA = "KUBEFLOW_TRAINER_SERVER_CA_CERT"  # a path
 TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # a path
 PAUSE_SECONDS = 5  # between two reports, as the controller asks
 PATIENCE_SECONDS = 5  # with an answer, and with the last report at the end of a run
-MOST_METRICS, LONGEST = 256, 64  # what the controller takes: metrics, and letters of a name
+MOST_METRICS = 256  # that the controller takes
+LONGEST_NAME = 64  # letters of a metric's name that the controller takes
 
 
 class TrainJob(Observer):
@@ -63,8 +64,9 @@ class TrainJob(Observer):
     def _note(self, facts: Facts, seconds_left: Optional[float]) -> None:
         """Prepare the next report."""
         at = facts.position
-        numbers = {"epoch": at.epoch, "step": at.total_steps, **self._metrics}
-        metrics = [{"name": name[:LONGEST], "value": f"{value:.6g}"} for name, value in numbers.items() if is_finite(value)]
+        values = {"epoch": at.epoch, "step": at.total_steps, **self._metrics}
+        numbers = {name: value for name, value in values.items() if is_finite(value)}
+        metrics = [{"name": name[:LONGEST_NAME], "value": f"{number:.6g}"} for name, number in numbers.items()]
         is_known = seconds_left is not None and math.isfinite(seconds_left)
         time_left = {"estimatedRemainingSeconds": int(seconds_left or 0)} if is_known else {}
         self._status = {"progressPercentage": percent(facts), "metrics": metrics[:MOST_METRICS], **time_left}

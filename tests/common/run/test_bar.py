@@ -66,8 +66,10 @@ def test_the_bar_fits_the_terminal_and_keeps_the_time_that_is_left(columns, tmp_
     told = [frame for frame in frames if ", " in frame]
     assert all(re.search(r"\|.{10,}\| \d/4, (\?|\d+:\d\d:\d\d) left", frame) for frame in told), told
     with_loss = [frame for frame in told if re.search(r" left, loss \d+\.\d{4}", frame)]
+    assert all(re.search(r"\d/4, \d+:\d\d:\d\d left", frame) for frame in with_loss), with_loss
     assert with_loss and {"images/s" in frame and "/s" in frame[-8:] for frame in with_loss} == {columns == 120}, with_loss
     assert any("images/s" in frame for frame in told) == any("/s" in frame for frame in told)
+    assert set(re.findall(r"evaluation \|[^|]*\| \d/(\d)", seen)) == {"2"}
     assert "images_per_s=" not in seen and "evaluation |" in seen and seen.count(" epoch=2/2 steps=8 ") == 1
 
 
@@ -194,6 +196,16 @@ def test_the_log_of_eight_hours_has_less_than_1500_lines(tmp_path, monkeypatch, 
     assert sum(" steps=" in line for line in lines) == 90
     assert all(re.match(r"\d\d:\d\d:\d\d epoch=", line) for line in lines)
     assert abs(datetime.datetime.now().hour - int(lines[-1][:2])) in (0, 1, 23)
+
+
+def test_the_first_step_of_an_epoch_has_no_line_but_for_the_first_of_a_start(tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    shown = observed.observer(console.Console, tmp_path, shows=True, writes=False)
+    for steps in (1, 5, 1, 5):
+        now[0] += 60
+        shown.line(observed.facts(tmp_path, Position(consumed=128 * steps)), **observed.LINE)
+    assert re.findall(r"step=(\d)/10", capsys.readouterr().out) == ["1", "5", "5"]
 
 
 def test_in_the_first_five_minutes_there_is_a_line_each_five_seconds(tmp_path, monkeypatch, capsys):

@@ -206,6 +206,11 @@ def test_what_a_patch_cannot_do_in_a_train_job_is_said_at_once(tmp_path):
     assert "a TrainJob, whose container is node, cannot change priorityClassName, ports, a container pytorch" in said
 
 
+def test_a_patch_may_leave_resources_to_the_runtime(tmp_path):
+    path = written(tmp_path, template={"spec": {"containers": [{"name": "node", "resources": None}]}})
+    assert "resourcesPerNode" not in kubernetes.build(ask("kubeflow", **TRAIN_JOB, patch=path))["spec"]["trainer"]
+
+
 def test_another_unknown_field_is_no_older_trainer(sent, capsys):
     unknown = {"message": 'strict decoding error: unknown field "spec.runtimePatches[0].trainingRuntimeSpec.x"'}
     server = sent({("POST", TRAINER): (400, unknown)})

@@ -195,6 +195,8 @@ def test_a_job_is_sent_followed_and_stopped(what, platform, changes, answers, pa
         "DELETE" if path.startswith("/apis") else "POST",
         True,
     )
+    if path.startswith("/apis"):  # without it, the pods of a plain Job would go on
+        assert "propagationPolicy=Background" in stopped[1]
     assert submit.main(["--dry_run", "true", *words]) == 0
     assert len(server.asked) == before + 1  # the dry run has sent nothing
     assert CANARY not in capsys.readouterr().out + printed.out + printed.err
