@@ -5,6 +5,7 @@ to 4:3, ten attempts to make it fit, else the largest window in the middle with 
 100 %, the window is the whole picture. Small images in memory are shifted by up to PADDING pixels, a whole batch on its device.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -90,16 +91,34 @@ MASK = 0xFFFFFFFF
 
 def crop_and_flip(images: torch.Tensor, ids: torch.Tensor, seed: int, epoch: int) -> torch.Tensor:
     """Return the uint8 (N, C, H, W) images, each shifted by up to PADDING pixels and flipped or not at random."""
-    count, _, height, width = images.shape
-    top, left, flip = devices.to_device(torch.stack(draw_crops_and_flips(ids, seed, epoch)), images.device)
-    rows = top[:, None] + torch.arange(height, device=images.device)
-    columns = torch.arange(width, device=images.device).expand(count, width)
-    columns = left[:, None] + torch.where(flip[:, None] == 1, width - 1 - columns, columns)
+    numbers = torch.arange(len(images), device=images.device)
+    rows, columns = rows_and_columns(numbers, ids, images.shape[2:], seed, epoch)
+    return pixels_with_border(images)[rows + columns].permute(0, 3, 1, 2)
 
+
+def pixels_with_border(images: torch.Tensor) -> torch.Tensor:
+    """Return the pixels (-1, C) of all (N, C, H, W) images, row after row, with PADDING pixels of black on every side."""
     padded = torch.nn.functional.pad(images, (PADDING,) * 4)
-    sample = torch.arange(count, device=images.device)
-    pixels = padded.permute(0, 2, 3, 1)[sample[:, None, None], rows[:, :, None], columns[:, None, :]]
-    return pixels.permute(0, 3, 1, 2)
+    return padded.permute(0, 2, 3, 1).reshape(-1, images.shape[1])
+
+
+def rows_and_columns(
+    numbers: torch.Tensor, ids: torch.Tensor, size: Sequence[int], seed: int, epoch: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows (N, H, 1) and columns (N, 1, W): their sums are the places of crops among pixels_with_border(images).
+
+    `numbers`: of the images that are cropped, on their device; `ids`: of the samples that they are, which the crops are drawn
+    for; `size`: height and width of all images.
+    """
+    height, width = size
+    device = numbers.device
+    top, left, flip = devices.to_device(torch.stack(draw_crops_and_flips(ids, seed, epoch)), device)
+    rows = top[:, None] + torch.arange(height, device=device)
+    columns = torch.arange(width, device=device).expand(len(ids), width)
+    columns = left[:, None] + torch.where(flip[:, None] == 1, width - 1 - columns, columns)
+    rows_before = numbers[:, None] * (height + 2 * PADDING)
+    first_of_rows = (rows_before + rows) * (width + 2 * PADDING)
+    return first_of_rows[:, :, None], columns[:, None, :]
 
 
 def draw_crops_and_flips(ids: torch.Tensor, seed: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -32,6 +32,7 @@ FLOORS = [
     ["datasets.sampler", "datasets.crops", "datasets.untrusted", "datasets.crc", "datasets.digests"],
     ["datasets.processes", "datasets.cifar10_files"],
     ["datasets.loader"],
+    ["datasets.resident"],
     ["common.start"],
     ["datasets.augment", "datasets.mixing", "datasets.synthetic"],
     ["datasets.photos", "datasets.cifar10", "datasets.recipe"],
