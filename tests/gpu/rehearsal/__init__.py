@@ -2,7 +2,7 @@
 
 runtime.cpp, nccl.cpp, profiler.cpp and driver.c are built once per machine, by the C++ compiler that is there, and laid in front of the real
 libraries; site/ is in each Python process of a run. Not stood in for: cuDNN (convolutions are replaced by launches), DALI's
-own kernels (its pipelines are built for the CPU), Triton, and every number.
+own kernels (its pipelines are built for the CPU), and every number. What --compile makes is compiled as for a GPU, by Triton.
 """
 
 import hashlib

@@ -55,7 +55,7 @@ def measure(name):
         counting = {"REHEARSAL_COSTS": f"{folder}/costs", "REHEARSAL_STEPS": "{}:{}".format(*STEPS_OF.get(name, STEPS))}
         script = command(job, "--custom_data", "true", *options, "--output_dir", f"{folder}/out")
         env = environment(**rehearsal.environment(gpus, **counting))
-        done = subprocess.run(script, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(script, env=env, cwd=folder, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, f"{name}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("costs.*"))]
     rank = max(ranks, key=lambda facts: facts["counts"].get("main synchronisations", 0))

@@ -465,6 +465,7 @@ RT cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
 
 // --- Kernels -----------------------------------------------------------------------------------------------------------
 
+API cudaError_t rehearsal_launch(cudaStream_t stream) { return work("launches", stream); }  // by the driver, for Triton
 RT cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t stream) { return work("launches", stream); }
 RT cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void*, void**) { return work("launches", how->stream); }
 RT __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t stream) { return work("launches", stream); }

@@ -43,53 +43,25 @@ def replace_convolutions(torch):
         else:
             sizes = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, p, d, s, _ in pairs]
         channels = weight.shape[1] * groups if transposed else weight.shape[0]
-        last = images.is_contiguous(memory_format=torch.channels_last) or weight.is_contiguous(
-            memory_format=torch.channels_last
-        )
-        form = torch.channels_last if last else torch.contiguous_format
+        form = layout(images, weight)
         made = torch.empty((len(images), channels, *sizes), dtype=images.dtype, device=images.device, memory_format=form)
         return made.fill_(0)
+
+    def layout(images, weight, backend=None):
+        last = [tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (images, weight)]
+        return torch.channels_last if any(last) else torch.contiguous_format
 
     def backward(grad, images, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, wanted):
         bias = torch.empty(weight.shape[:1], dtype=weight.dtype, device=weight.device) if wanted[2] else None
         made = [torch.empty_like(images) if wanted[0] else None, torch.empty_like(weight) if wanted[1] else None, bias]
         return tuple(None if tensor is None else tensor.fill_(0) for tensor in made)
 
+    torch._C._conv_determine_backend_memory_format = layout  # what --compile believes of a convolution
     library.impl("convolution", convolution, "CUDA")
     library.impl("convolution_backward", backward, "CUDA")
     torch._rehearsal = library  # the replacements end with it
     if "REHEARSAL_COSTS" in os.environ:
         count_steps_of_optimizers()
-
-
-def capture_without_triton(module):
-    """--compile: the graphs as on a GPU, of kernels that are not fused, for which Triton would be needed."""
-    compile_in_place = module.Module.compile
-
-    def compile(self, mode=None, dynamic=None):
-        import torch._dynamo
-
-        # The statistics of norms are written inside the graphs, as Inductor does it.
-        torch._dynamo.config.cudagraph_backend_keep_input_mutation = True
-        torch._dynamo.config.cudagraph_backend_support_input_mutation = True
-        compile_in_place(self, backend="cudagraphs" if mode == "reduce-overhead" else "aot_eager", dynamic=dynamic)
-
-    module.Module.compile = compile
-
-
-def leave_weights_where_they_are(trees):
-    """As Inductor does; torch's backend without it copies all of them in every step."""
-    capture = trees.cudagraphify_impl
-
-    def captured(model, inputs, fixed, *more, is_backward, **how):
-        from torch._guards import TracingContext
-
-        context = TracingContext.try_get()
-        if not is_backward and context and context.fw_metadata:
-            fixed = context.fw_metadata.static_input_indices
-        return capture(model, inputs, fixed, *more, is_backward=is_backward, **how)
-
-    trees.cudagraphify_impl = captured
 
 
 def believe_every_loss(losses):
@@ -205,8 +177,6 @@ def count_steps_of_optimizers():
 
 ACTIONS = {
     "torch": replace_convolutions,
-    "torch.nn.modules.module": capture_without_triton,
-    "torch._inductor.cudagraph_trees": leave_weights_where_they_are,
     # Memory holds what it held before, so no result means anything: it is read, as on a GPU, and not looked at.
     "common.run.losses": believe_every_loss,
     "common.run.scores": count_everything_as_right,
