@@ -124,7 +124,7 @@ def main():
     run.resume()
 
     # With --compile true: faster steps after slow first ones.
-    devices.compile_network(args, model)
+    devices.compile_network(args, model, loss_fn=loss_fn)
 
     peak = args.lr
     ### DDP: a step sees more samples, so it may be larger ###

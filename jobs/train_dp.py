@@ -84,7 +84,7 @@ def main():
     run.resume()
 
     # With --compile true: faster steps after slow first ones.
-    devices.compile_network(args, model)
+    devices.compile_network(args, model, loss_fn=loss_fn)
 
     peak = args.lr
     for epoch in run.epochs():

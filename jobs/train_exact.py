@@ -90,7 +90,7 @@ def main():
     run.resume()
 
     # With --compile true: faster steps after slow first ones.
-    devices.compile_network(args, model)
+    devices.compile_network(args, model, loss_fn=loss_fn)
 
     peak = args.lr
     ### EXACT: a step sees the samples of all shares, so it may be larger ###

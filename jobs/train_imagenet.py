@@ -98,13 +98,13 @@ def main():
     if world_size > 1:  # averages the gradients over all ranks
         model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
     accumulates = (args.total_batch or 0) > args.batch_size * max(world_size, args.shares or 0)
-    devices.compile_network(args, model, accumulates)
+    loss_fn = imagenet.loss_fn(args, train_set, device)
+    devices.compile_network(args, model, accumulates, loss_fn)
     # --exact true gives the same bits on any number of ranks: each computes some shares of the total batch, and all shares are
     # added in one order. With --min_nodes alone the order is not fixed; shares are dealt anew when ranks are lost or join.
     divided = args.exact or args.min_nodes
     shares = exact.Shares(args, model, train_sampler, val_sampler, args.total_batch, args.exact) if divided else None
 
-    loss_fn = imagenet.loss_fn(args, train_set, device)
     optimizer = build_optimizer(args, network)
     frozen = all_but_the_last_layer(network)
 
@@ -137,7 +137,9 @@ def main():
             model.require_backward_grad_sync = place == count and not shares  # the ranks exchange their gradients once
             with autocast:
                 output = model(micro_images)
-                loss = weight * loss_fn(output, targets) + (1 - weight) * loss_fn(output, other_targets)
+                loss = loss_fn(output, targets)
+                if weight < 1:  # images were mixed
+                    loss = weight * loss + (1 - weight) * loss_fn(output, other_targets)
             loss = loss * (len(micro_images) / len(images))
             scaler.scale(loss).backward()
             total += loss.detach()

@@ -61,9 +61,9 @@ def main():
     model = network
     if distributed.get_world_size() > 1:
         model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
-    devices.compile_network(args, model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, **devices.fused(device))
     loss_fn = torch.nn.L1Loss()
+    devices.compile_network(args, model, loss_fn=loss_fn)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, **devices.fused(device))
 
     # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; bfloat16 needs no scaling.
     amp_dtype = devices.half_precision(args, device) if args.amp_dtype or device.type != "cpu" else torch.float32

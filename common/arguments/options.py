@@ -116,7 +116,7 @@ def add_label_smoothing(group: argparse._ArgumentGroup) -> None:
 
 def add_compile(group: argparse._ArgumentGroup) -> None:
     """Add --compile, for jobs that call devices.compile_network()."""
-    does = "torch.compile the network: faster steps, after first ones that take a minute"
+    does = "torch.compile the network and the loss: faster steps, after first ones that take a minute"
     group.add_argument("--compile", type=boolean, default=False, help=does)
 
 

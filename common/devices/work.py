@@ -48,8 +48,13 @@ def grad_scaler() -> Any:
     return GradScaler
 
 
-def compile_network(args: argparse.Namespace, model: torch.nn.Module, accumulates: bool = False) -> None:
-    """With --compile true, compile the network in place; an NVIDIA GPU then replays its kernels as a CUDA graph.
+def compile_network(
+    args: argparse.Namespace,
+    model: torch.nn.Module,
+    accumulates: bool = False,
+    loss_fn: Optional[torch.nn.Module] = None,
+) -> None:
+    """With --compile true, compile the network and the loss in place; an NVIDIA GPU replays the network's kernels as a graph.
 
     `accumulates`: gradients of several batches are added up. A graph would overwrite them, so there is none.
     """
@@ -66,6 +71,8 @@ def compile_network(args: argparse.Namespace, model: torch.nn.Module, accumulate
 
         _dynamo.config.optimize_ddp = False
     model.compile(mode="reduce-overhead" if on_gpu and not accumulates else None)
+    if loss_fn is not None:
+        loss_fn.compile()  # without a graph, which would overwrite the losses that the run keeps
 
 
 def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:

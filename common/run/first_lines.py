@@ -26,6 +26,11 @@ CHANGEABLE = [
     "lr_batch", "freeze_epochs", "sync_bn",
 ]  # fmt: skip
 
+COMPILE = (
+    "advice: --compile true is faster on a GPU, after first steps that take a minute: on an H100, ResNet-50 in bfloat16 had "
+    "1.44 times the images a second, and train.py 2.2 times"
+)
+
 
 def changes(then: dict, now: dict) -> list[str]:
     """Return ["lr 0.1 -> 0.2", ...] for the options of CHANGEABLE that changed since the checkpoint."""
@@ -108,6 +113,8 @@ def of_run(run: RunState, found: Optional[Checkpoint], attempt: Optional[Attempt
     gpus = devices.count() if devices.is_accelerator(run.device) else 0
     if run.peers.size == 1 and gpus > 1 and not run.parts.uses_all_gpus:
         yield f"warning: {gpus - 1} of {gpus} {devices.noun()}s are idle: train_ddp.py uses all of them"
+    if not found and devices.is_nvidia(run.device) and vars(args).get("compile") is False and not run.parts.uses_all_gpus:
+        yield COMPILE
     if args.input.synthetic:
         yield "warning: the images are synthetic: the accuracy means nothing"
     if not any(weight.requires_grad for weight in run.parts.network.parameters()):

@@ -446,6 +446,27 @@ def test_a_one_device_job_says_how_many_gpus_are_idle(tmp_path, monkeypatch, wra
     assert any("7 of 8 GPUs are idle: train_ddp.py" in line for line in said) == idle
 
 
+@pytest.mark.parametrize(
+    "device, options, parallel, advised",
+    [
+        ("cuda:0", [], False, True),
+        ("cuda:0", ["--compile", "true"], False, False),
+        ("cuda:0", [], True, False),  # DataParallel cannot be compiled
+        ("cpu", [], False, False),
+        ("xpu:0", [], False, False),
+    ],
+)
+def test_on_an_nvidia_gpu_a_new_run_is_advised_to_compile(tmp_path, monkeypatch, device, options, parallel, advised):
+    args = arguments.parse(cifar10.parser(""), ["--output_dir", str(tmp_path), *options], {})
+    model = torch.nn.Linear(1, 1)
+    run = Run(args, EpochSampler(8, 1, seed=0), torch.nn.DataParallel(model) if parallel else model)
+    run.device = torch.device(device)
+    monkeypatch.setattr(first_lines.devices, "describe", str)
+    about = {"arguments": {}}
+    assert (first_lines.COMPILE in first_lines.of_run(run, None, None)) == advised
+    assert first_lines.COMPILE not in first_lines.of_run(run, ({}, about, "some.pt"), None)
+
+
 def test_one_platform_node_trains_although_the_platform_injects_its_arguments(tmp_path):
     options = ["--init_method", "tcp://127.0.0.1:6666", "--rank", "0", "--world_size", "1", "--task_index=0"]
     assert "platform modelarts" in run_job("train", tmp_path, *TINY, *options).stdout

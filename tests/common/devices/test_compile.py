@@ -36,6 +36,18 @@ def test_an_older_torch_does_not_cut_the_network_into_parts_whose_gradients_get_
         assert _dynamo.config.optimize_ddp is cut
 
 
+def test_the_loss_is_compiled_with_the_network(monkeypatch):
+    monkeypatch.setenv("CXX", "g++")
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, mode=None: compiled.append((module, mode)))
+    network = torch.nn.Linear(1, 1)
+    loss_fn = torch.nn.L1Loss()
+    devices.compile_network(argparse.Namespace(compile=False), network, loss_fn=loss_fn)
+    assert compiled == []
+    devices.compile_network(argparse.Namespace(compile=True), network, loss_fn=loss_fn)
+    assert compiled == [(network, None), (loss_fn, None)]
+
+
 @pytest.mark.rehearsal  # two minutes
 @pytest.mark.parametrize(("job", "options"), [("train", []), ("train_ddp", ["--nproc_per_node", "2", "--batch_size", "32"])])
 def test_the_weights_are_nearly_those_without_it_and_a_run_goes_on_with_it(tmp_path, job, options):
