@@ -206,6 +206,9 @@ def ahead(items: Generator, depth: int) -> Iterator:
     made, room, over = queue.Queue(), threading.Semaphore(depth), threading.Event()
 
     def work():
+        torch.set_num_threads(
+            1
+        )  # of this thread: many would take the cores of the training, for batches that are soon gathered
         try:
             while room.acquire() and not over.is_set():
                 made.put((next(items), None))

@@ -11,6 +11,7 @@ from common import errors
 from common.devices import kinds
 from common.devices.kinds import COMPILE, KINDS, count, slices
 from common.errors import UserError
+from common.machine import cores
 
 TO_THE_CPU = "--enable_gpu false to train on the CPU"
 
@@ -21,12 +22,16 @@ class Place(Protocol):
     @property
     def local_rank(self) -> int: ...
 
+    @property
+    def level(self) -> str: ...
+
     def owns_the_only(self, gpus: int) -> bool: ...
 
 
 def choose(args: argparse.Namespace) -> torch.device:
     """Set up and return this rank's accelerator; the CPU if --enable_gpu is false, or unset and none is there or promised."""
     here, cut, name = args.world, slices(), kinds.accelerator()
+    _limit_threads(here)
     if here.local_rank < len(cut):
         os.environ["CUDA_VISIBLE_DEVICES"] = cut[here.local_rank]
     usable = args.enable_gpu is not False and kinds.available() and args.device in (None, name)
@@ -56,6 +61,14 @@ def choose(args: argparse.Namespace) -> torch.device:
         kinds.module().set_device(device)
     _choose_algorithms(KINDS[name], args.deterministic)
     return device
+
+
+def _limit_threads(here: Place) -> None:
+    """Let a node's only process compute in no more threads than it may use cores. A supervisor tells each of several."""
+    # Of a container that is limited to the time of a few cores, torch sees all cores of the machine.
+    mine = cores.count()
+    if here.level == "node" and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > mine:
+        torch.set_num_threads(mine)
 
 
 def _number(here: Place, cut: Sequence[str]) -> int:

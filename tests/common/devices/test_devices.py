@@ -56,6 +56,25 @@ def test_a_gpu_takes_its_fastest_algorithms_or_those_with_the_same_bits(asked, m
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
+@pytest.mark.parametrize(
+    "cores, env, threads",
+    [(2, {}, 2), (8, {}, 4), (2, TORCHRUN, 4), (2, {"OMP_NUM_THREADS": "4"}, 4)],
+    ids=["few cores", "more cores", "one of several processes", "told how many"],
+)
+def test_the_only_process_of_a_node_takes_no_more_threads_than_its_container_has_cores(cores, env, threads, monkeypatch):
+    monkeypatch.setattr(devices.choice.cores, "count", lambda: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if "OMP_NUM_THREADS" in env:
+        monkeypatch.setenv("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        chosen(env, 2, monkeypatch)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_one_slice_of_a_gpu_is_a_gpu(monkeypatch):
     """CUDA shows a process the first MIG slice that is named, and no other."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a, MIG-b")
