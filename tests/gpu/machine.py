@@ -1,11 +1,14 @@
 """The machine, and the numbers that a GPU computes, beside those of the CPU."""
 
 import copy
+import functools
 import subprocess
 
 import numpy as np
 import torch
 
+from common.devices.graphs import one_graph
+from common.devices.seeds import seed_step
 from common.models import resnet18
 from common.models.restorer import psnr, ssim
 from datasets import cifar10, imagenet
@@ -96,6 +99,35 @@ def one_step(model, images, labels, device, dtype=None):
     before = weights_of(model)
     optimizer.step()
     return loss.item(), weights_of(model) - before
+
+
+def a_graph_of_a_step_has_its_bits(row):
+    """Ten steps with dropout, another rate and seed each, one with a smaller batch: as they are, and recorded."""
+    weights = []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Dropout(0.3), torch.nn.GELU(), torch.nn.Linear(256, 10))
+        model = model.to(GPU)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, fused=True)
+        step = functools.partial(step_of, model, optimizer)
+        step = one_graph(GPU, step) if recorded else step
+        losses = []
+        for number in range(10):
+            images = torch.randn(16 if number == 7 else 32, 64, generator=torch.Generator().manual_seed(number)).to(GPU)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (number + 1)
+            seed_step(1, number, 0)
+            losses.append(step(images, images.argmax(1) % 10))
+        weights.append(torch.cat([torch.stack(losses).double().cpu(), weights_of(model)]))
+    row.judge("losses and weights", judge.same_bits(*weights))
+
+
+def step_of(model, optimizer, images, labels):
+    loss = torch.nn.functional.cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
 def weights_of(model):

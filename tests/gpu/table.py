@@ -17,6 +17,7 @@ ROWS = {
     "jobs": Entry(runs.every_job_runs_and_no_step_waits, 400),
     "batches": Entry(machine.batches_are_those_of_the_cpu, 60),
     "step": Entry(machine.a_step_is_that_of_the_cpu, 90),
+    "graph": Entry(machine.a_graph_of_a_step_has_its_bits, 60),
     "buffers": Entry(machine.buffers_are_not_read_after_they_were_given_back, 120),
     "kills": Entry(runs.killed_runs_end_with_the_same_bits, 300),
     "overflow": Entry(runs.overflowing_gradients_skip_steps, 90),
@@ -56,7 +57,7 @@ SLICES = {
         [
             ["machine", "jobs", "trace"],
             ["compile", "overflow"],
-            ["step", "batches", "quality", "buffers", "kills", "devices"],
+            ["step", "graph", "batches", "quality", "buffers", "kills", "devices"],
             ["exact", "two ranks", "pages"],
         ],
     ),

@@ -153,6 +153,77 @@ print(json.dumps(found))
 """
 
 
+GRAPH = """
+import ctypes, json, sys
+import torch
+from common.devices.graphs import one_graph
+from common.devices.seeds import seed_step
+
+GPU = torch.device("cuda", 0)
+dropout, groups = float(sys.argv[1]), int(sys.argv[2])
+layers = [torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)]
+network = torch.nn.Sequential(layers[0], torch.nn.Dropout(dropout), layers[1]).to(GPU)
+parts = [network] if groups == 1 else layers
+optimizer = torch.optim.SGD([{"params": part.parameters()} for part in parts], lr=0.1, momentum=0.9, fused=True)
+library = ctypes.CDLL(None)
+sizes_seen_by_python, rates_at_a_step, losses, launches = [], [], [], []
+optimizer.register_step_post_hook(lambda *_: rates_at_a_step.append(type(optimizer.param_groups[0]["lr"]).__name__))
+
+def train_step(images, labels):
+    sizes_seen_by_python.append(len(images))
+    loss = torch.nn.functional.cross_entropy(network(images), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+step = one_graph(GPU, train_step)
+for number in range(8):
+    size = 4 if number == 6 else 6
+    images, labels = torch.empty(size, 8, device=GPU), torch.empty(size, dtype=torch.int64, device=GPU)
+    seed_step(0, number, 0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (number + 1)
+    library.rehearsal_forget()
+    losses.append(step(images, labels))
+    text = ctypes.create_string_buffer(4096)
+    library.rehearsal_counts(text, 4096)
+    counts = dict(line.rsplit("=", 1) for line in text.value.decode().splitlines())
+    launches.append([int(counts.get(f"main {what}", 0)) for what in ("graphs", "launches")])
+print(json.dumps({"python": sizes_seen_by_python, "rates": rates_at_a_step, "launches": launches,
+                  "losses": len({loss.data_ptr() for loss in losses}), "rate": optimizer.param_groups[0]["lr"]}))
+"""
+
+
+def graph_of_a_step(folder, dropout=0.5, groups=1):
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{GRAPH}"
+    return json.loads(rehearse(folder, sys.executable, "-c", code, dropout, groups).splitlines()[-1])
+
+
+def test_a_step_is_recorded_at_the_fourth_call_and_another_size_goes_without_the_recording(tmp_path):
+    found = graph_of_a_step(tmp_path)
+    assert found["python"] == [6, 6, 6, 6, 4]
+    assert [graphs for graphs, _ in found["launches"]] == [0, 0, 0, 1, 1, 1, 0, 1]
+
+
+def test_losses_of_a_graph_are_kept_and_every_step_calls_the_optimizers_hooks(tmp_path):
+    found = graph_of_a_step(tmp_path)
+    assert found["losses"] == 8
+    assert len(found["rates"]) == 8
+
+
+def test_a_graph_reads_its_rates_from_the_device_and_the_host_keeps_numbers(tmp_path):
+    one, two = (graph_of_a_step(tmp_path, groups=groups) for groups in (1, 2))
+    assert one["rates"] == [*["float"] * 3, "Tensor", *["float"] * 4]  # a tensor where it was recorded
+    assert one["rate"] == 0.1 / 8
+    assert two["launches"][5][1] == one["launches"][5][1] + 1  # each replay fills the rate of each group
+
+
+def test_a_graph_with_dropout_is_told_the_seed_of_its_step(tmp_path):
+    with_dropout, without = (graph_of_a_step(tmp_path, dropout=share) for share in (0.5, 0.0))
+    assert with_dropout["launches"][5][1] > without["launches"][5][1]
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_every_row_of_make_gpu_comes_to_its_end(tmp_path, row):
     """Numbers mean nothing here, so they are not judged; how the programs behave is."""

@@ -251,6 +251,7 @@ CUDA_ALONE = {
     "launch/bundle/requirements.py": "DALI's package is named after it",
     "launch/engines.py": "the names of a platform's engines",
     "launch/image.py": "the name of an image",
+    "common/devices/graphs.py": "graphs of steps, which torch has for CUDA alone",
     "datasets/dali/batches.py": "DALI's own error messages",
     "datasets/dali/pipeline.py": "DALI knows CUDA alone: its package and an argument are named after it",
     "datasets/facade.py": "an argument that the documents promise",

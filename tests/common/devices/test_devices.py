@@ -10,6 +10,7 @@ import torch
 
 from common import arguments, devices, world
 from common.devices import diagnosis
+from common.devices.graphs import one_graph
 from common.errors import UserError
 from common.machine import drivers
 from datasets.dali.batches import DaliBatches
@@ -40,6 +41,13 @@ def chosen(env, gpus, monkeypatch, deterministic=False):
 )
 def test_the_gpu_of_a_process(env, gpus, number, monkeypatch):
     assert chosen(env, gpus, monkeypatch) == torch.device("cuda", number)
+
+
+def test_a_step_on_a_cpu_has_no_graph():
+    def step():
+        return torch.zeros(())
+
+    assert one_graph(torch.device("cpu"), step) is step
 
 
 @pytest.mark.parametrize("asked", [False, True])
