@@ -116,8 +116,8 @@ def rows_and_columns(
     rows = top[:, None] + torch.arange(height, device=device)
     columns = torch.arange(width, device=device).expand(len(ids), width)
     columns = left[:, None] + torch.where(flip[:, None] == 1, width - 1 - columns, columns)
-    rows_before = numbers[:, None] * (height + 2 * PADDING)
-    first_of_rows = (rows_before + rows) * (width + 2 * PADDING)
+    first_row = numbers[:, None] * (height + 2 * PADDING)
+    first_of_rows = (first_row + rows) * (width + 2 * PADDING)
     return first_of_rows[:, :, None], columns[:, None, :]
 
 

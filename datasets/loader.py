@@ -204,11 +204,12 @@ class TransferClock:
 def ahead(items: Generator, depth: int) -> Iterator:
     """Yield the items. A thread makes up to `depth` ahead; its errors are raised here, and it is told to end with the loop."""
     made, room, over = queue.Queue(), threading.Semaphore(depth), threading.Event()
+    has_one_thread = threading.Event()
+    threads = torch.get_num_threads()
 
     def work():
-        torch.set_num_threads(
-            1
-        )  # of this thread: many would take the cores of the training, for batches that are soon gathered
+        torch.set_num_threads(1)  # many would take the cores of the training, for batches that are soon gathered
+        has_one_thread.set()
         try:
             while room.acquire() and not over.is_set():
                 made.put((next(items), None))
@@ -218,6 +219,8 @@ def ahead(items: Generator, depth: int) -> Iterator:
     thread = threading.Thread(target=work, name=THREAD_NAME, daemon=True)
     thread.start()
     try:
+        has_one_thread.wait()
+        torch.set_num_threads(threads)  # for the threads to come, too
         while True:
             item, error = made.get()
             if isinstance(error, StopIteration):

@@ -21,15 +21,18 @@ from common.devices.kinds import (
     of,
     require_feature,
     slices,
+    toolkit,
     widest,
 )
 from common.devices.work import (
     LateNumber,
     autocast,
+    can_compile,
     compile_network,
     cores_of_a_rank,
     current,
     current_stream,
+    free_memory,
     full_precision,
     fused,
     give_memory_back,
@@ -51,10 +54,10 @@ from common.devices.work import (
 
 __all__ = [
     "BACKENDS", "CHANNELS_LAST", "DALI", "DATA_PARALLEL", "KINDS", "TORCH", "LateNumber", "accelerator", "autocast",
-    "available", "backend", "choose", "collectives_of", "compile_network", "cores_of_a_rank", "count", "current",
-    "current_stream", "describe", "diagnosis", "fewer_than_promised", "full_precision", "fused", "give_memory_back",
-    "grad_scaler", "half_precision", "has_queues", "identity", "is_accelerator", "is_ascend", "is_nvidia",
-    "largest_batch", "layout", "loader_workers", "memory_in_use", "noun", "of", "on_stream", "peak_memory", "portions",
-    "profiled", "record_event", "require_feature", "require_one_each", "seed_in_use", "seeds", "side_stream", "slices",
-    "synchronize", "to_device", "use", "widest",
+    "available", "backend", "can_compile", "choose", "collectives_of", "compile_network", "cores_of_a_rank", "count",
+    "current", "current_stream", "describe", "diagnosis", "fewer_than_promised", "free_memory", "full_precision", "fused",
+    "give_memory_back", "grad_scaler", "graphs", "half_precision", "has_queues", "identity", "is_accelerator", "is_ascend",
+    "is_nvidia", "largest_batch", "layout", "loader_workers", "memory_in_use", "noun", "of", "on_stream", "peak_memory",
+    "portions", "profiled", "record_event", "require_feature", "require_one_each", "seed_in_use", "seeds", "side_stream",
+    "slices", "synchronize", "to_device", "toolkit", "use", "widest",
 ]  # fmt: skip

@@ -25,6 +25,9 @@ class Place(Protocol):
     @property
     def level(self) -> str: ...
 
+    @property
+    def local_world_size(self) -> int: ...
+
     def owns_the_only(self, gpus: int) -> bool: ...
 
 
@@ -67,7 +70,8 @@ def _limit_threads(here: Place) -> None:
     """Let a node's only process compute in no more threads than it may use cores. A supervisor tells each of several."""
     # Of a container that is limited to the time of a few cores, torch sees all cores of the machine.
     mine = cores.count()
-    if here.level == "node" and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > mine:
+    is_alone = here.level == "node" or here.local_world_size == 1
+    if is_alone and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > mine:
         torch.set_num_threads(mine)
 
 

@@ -115,6 +115,11 @@ def is_nvidia(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def toolkit() -> int:
+    """Return the version of CUDA by which NVIDIA names packages beside this torch: 13, or 12, also for a torch without CUDA."""
+    return 13 if (torch.version.cuda or "").startswith("13.") else 12
+
+
 def widest(device: torch.device) -> torch.dtype:
     """Return the dtype for sums over many batches: float64, or float32 if the device lacks that."""
     return of(device).widest

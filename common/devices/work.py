@@ -63,9 +63,8 @@ def compile_network(
     if isinstance(model, torch.nn.DataParallel):
         raise UserError("--compile does not go with DataParallel, which copies the network in every step: take train_ddp.py")
     on_gpu = any(kinds.is_nvidia(parameter.device) for parameter in model.parameters())
-    variable, programs = ("CC", ("gcc", "clang", "cc")) if on_gpu else ("CXX", ("g++", "clang++", "c++"))
-    if not os.environ.get(variable) and not any(map(shutil.which, programs)):
-        raise UserError(f"--compile true needs a compiler: install {programs[0]}, or leave the option out")
+    if missing := _missing_compiler(on_gpu):
+        raise UserError(f"--compile true needs a compiler: install {missing}, or leave the option out")
     if kinds.TORCH < (2, 9):  # there the parts into which DistributedDataParallel is cut may overwrite each other's gradients
         from torch import _dynamo
 
@@ -73,6 +72,17 @@ def compile_network(
     model.compile(mode="reduce-overhead" if on_gpu and not accumulates else None)
     if loss_fn is not None:
         loss_fn.compile()  # without a graph, which would overwrite the losses that the run keeps
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether --compile true works on this GPU of NVIDIA's: Triton knows none before Volta, and needs a compiler."""
+    return torch.cuda.get_device_capability(device) >= (7, 0) and not _missing_compiler(on_gpu=True)
+
+
+def _missing_compiler(on_gpu: bool) -> str:
+    """Return the name of a compiler to be installed, empty if there is one."""
+    variable, programs = ("CC", ("gcc", "clang", "cc")) if on_gpu else ("CXX", ("g++", "clang++", "c++"))
+    return "" if os.environ.get(variable) or any(map(shutil.which, programs)) else programs[0]
 
 
 def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:
@@ -214,6 +224,11 @@ def memory_in_use() -> list[tuple[int, int]]:
         free, total = kinds.module().mem_get_info(number)
         found.append((number, total - free))
     return found
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of the device that no program has taken."""
+    return kinds.module().mem_get_info(device)[0]
 
 
 def peak_memory(device: torch.device) -> int:

@@ -180,9 +180,13 @@ def test_ahead_gives_the_same_in_order_and_leaves_no_thread():
 def test_what_is_made_ahead_is_made_by_one_thread_and_the_training_keeps_its_own():
     mine = torch.get_num_threads()
     torch.set_num_threads(2)
+    later = []
     try:
         assert list(ahead((torch.get_num_threads() for _ in range(3)), 1)) == [1, 1, 1]
-        assert torch.get_num_threads() == 2
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert later == [2] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(mine)
 

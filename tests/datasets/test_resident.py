@@ -6,7 +6,7 @@ import torch
 
 from datasets import cifar10
 from datasets.loader import DeviceLoader
-from datasets.resident import ResidentLoader
+from datasets.resident import ResidentCrops, ResidentLoader
 from datasets.sampler import EpochSampler, InOrder
 
 CPU = torch.device("cpu")
@@ -18,15 +18,16 @@ def data_set(kind=cifar10.ImageArrays):
     return kind(images, random.integers(0, 10, 200), classes=[])
 
 
-def resident_loader(sampler, augment_seed=None):
+def resident_loader(sampler, seed=None):
     data = data_set()
-    return ResidentLoader(data.images, data.labels, sampler, CPU, cifar10.MEAN, cifar10.STD, augment_seed)
+    how = (data.images, data.labels, sampler, CPU, cifar10.MEAN, cifar10.STD)
+    return ResidentLoader(*how) if seed is None else ResidentCrops(*how, seed)
 
 
 @pytest.fixture
-def accelerator(monkeypatch):
-    """The CPU as an accelerator."""
-    monkeypatch.setattr(cifar10.devices, "is_accelerator", lambda _: True)
+def gpu(monkeypatch):
+    """The CPU as a GPU."""
+    monkeypatch.setattr(cifar10.devices, "is_nvidia", lambda _: True)
 
 
 @pytest.mark.parametrize("augment", [True, False])
@@ -52,10 +53,11 @@ def test_an_evaluation_has_a_shorter_last_batch():
     assert [len(labels) for _, labels in loader] == [64, 64, 64, 8]
 
 
-def test_a_transfer_takes_no_time_of_a_step(accelerator):
-    loader = cifar10.loader(data_set(), EpochSampler(200, 16, seed=3), CPU, augment=True)
-    assert type(loader) is ResidentLoader
-    assert len(list(loader)) == 12 and loader.transfer_seconds() == 0
+@pytest.mark.parametrize("augment, kind", [(True, ResidentCrops), (False, ResidentLoader)])
+def test_cifar_lies_on_a_gpu(gpu, augment, kind):
+    loader = cifar10.loader(data_set(), EpochSampler(200, 16, seed=3), CPU, augment)
+    assert type(loader) is kind
+    assert not loader.beside
 
 
 class Noisy(cifar10.ImageArrays):
@@ -63,8 +65,8 @@ class Noisy(cifar10.ImageArrays):
 
 
 @pytest.mark.parametrize(
-    "kind, workers, most", [(Noisy, 0, 2**29), (cifar10.ImageArrays, 1, 2**29), (cifar10.ImageArrays, 0, 1000)]
+    "kind, workers, most", [(Noisy, 0, 2**28), (cifar10.ImageArrays, 1, 2**28), (cifar10.ImageArrays, 0, 1000)]
 )
-def test_other_data_stay_on_the_host(accelerator, monkeypatch, kind, workers, most):
+def test_other_data_stay_on_the_host(gpu, monkeypatch, kind, workers, most):
     monkeypatch.setattr(cifar10, "MOST_RESIDENT", most)
     assert type(cifar10.loader(data_set(kind), EpochSampler(200, 16, seed=3), CPU, workers=workers)) is DeviceLoader

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from common import VERSION, arguments
+from common import VERSION, arguments, devices
 from common.models.resnet import FEW, Across, resnet18
 from common.run import about, first_lines
 from common.run.run import Run
@@ -441,22 +441,30 @@ def test_a_one_device_job_says_how_many_gpus_are_idle(tmp_path, monkeypatch, wra
     run.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "fake")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     said = list(first_lines.of_run(run, None, None))
     assert said[0].startswith(f"{args.job}: anyrank {VERSION}, cuda:0 (fake)")
     assert any("7 of 8 GPUs are idle: train_ddp.py" in line for line in said) == idle
 
 
 @pytest.mark.parametrize(
-    "device, options, parallel, advised",
+    "device, options, parallel, capability, compiler, advised",
     [
-        ("cuda:0", [], False, True),
-        ("cuda:0", ["--compile", "true"], False, False),
-        ("cuda:0", [], True, False),  # DataParallel cannot be compiled
-        ("cpu", [], False, False),
-        ("xpu:0", [], False, False),
+        ("cuda:0", [], False, (7, 0), "gcc", True),
+        ("cuda:0", [], False, (6, 0), "gcc", False),
+        ("cuda:0", [], False, (9, 0), "", False),
+        ("cuda:0", ["--compile", "true"], False, (9, 0), "gcc", False),
+        ("cuda:0", [], True, (9, 0), "gcc", False),  # DataParallel cannot be compiled
+        ("cpu", [], False, (9, 0), "gcc", False),
+        ("xpu:0", [], False, (9, 0), "gcc", False),
     ],
 )
-def test_on_an_nvidia_gpu_a_new_run_is_advised_to_compile(tmp_path, monkeypatch, device, options, parallel, advised):
+def test_on_an_nvidia_gpu_a_new_run_is_advised_to_compile(
+    tmp_path, monkeypatch, device, options, parallel, capability, compiler, advised
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(devices.work.shutil, "which", lambda _: None)
     args = arguments.parse(cifar10.parser(""), ["--output_dir", str(tmp_path), *options], {})
     model = torch.nn.Linear(1, 1)
     run = Run(args, EpochSampler(8, 1, seed=0), torch.nn.DataParallel(model) if parallel else model)

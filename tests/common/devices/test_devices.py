@@ -66,8 +66,14 @@ def test_a_gpu_takes_its_fastest_algorithms_or_those_with_the_same_bits(asked, m
 
 @pytest.mark.parametrize(
     "cores, env, threads",
-    [(2, {}, 2), (8, {}, 4), (2, TORCHRUN, 4), (2, {"OMP_NUM_THREADS": "4"}, 4)],
-    ids=["few cores", "more cores", "one of several processes", "told how many"],
+    [
+        (2, {}, 2),
+        (8, {}, 4),
+        (2, TORCHRUN, 4),
+        (2, {**TORCHRUN, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 2),
+        (2, {"OMP_NUM_THREADS": "4"}, 4),
+    ],
+    ids=["few cores", "more cores", "one of several processes", "one that was started alone", "told how many"],
 )
 def test_the_only_process_of_a_node_takes_no_more_threads_than_its_container_has_cores(cores, env, threads, monkeypatch):
     monkeypatch.setattr(devices.choice.cores, "count", lambda: cores)

@@ -15,8 +15,8 @@ from tests.tools.jobs import command, environment
 KEPT = Path(__file__).with_name("costs.json")
 STEPS = (16, 28)  # those that are counted: DDP takes the times of the first ten
 STEPS_OF = {"speedrun": (45, 57)}  # pictures of full size, in the second run
-JUDGED = ("synchronisations", "copies in", "copies out", "copies on the device", "collectives")
-SHOWN = ("launches", "memsets", "graphs", *JUDGED, "allocations")
+JUDGED = ("launches", "synchronisations", "copies in", "copies out", "copies on the device", "collectives")
+SHOWN = ("memsets", "graphs", *JUDGED, "allocations")
 
 CIFAR = ["--batch_size", "64", "--epochs", "1", "--max_steps", "30"]
 PHOTOS = ["--arch", "resnet50", "--batch_size", "16", "--epochs", "1", "--max_steps", "30"]
@@ -60,7 +60,7 @@ def measure(name):
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("costs.*"))]
     rank = max(ranks, key=lambda facts: facts["counts"].get("main synchronisations", 0))
     steps = rank["steps"]
-    row = {"host milliseconds": round(rank["milliseconds"] / steps, 1)}
+    row = {"host milliseconds": round(rank["milliseconds"] / steps, 2)}
     for counted, number in rank["counts"].items():
         what = counted.split(" ", 1)[1]
         what = "copies in" if what == "copies in from pageable memory" else what
@@ -76,7 +76,7 @@ def too_much(name, row):
     """What is more than costs.json allows."""
     allowed = kept().get(name, {})
     # A thread that copies batches ahead may have been one batch further at the end than at the beginning, or two.
-    slack = {"copies in": 0.99}
+    slack = {"copies in": 0.99, "launches": 1}
     return [
         f"{name}: {row[what]} {what} a step, {allowed.get(what, 0)} are allowed"
         for what in JUDGED
