@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from common import devices
 from common.errors import TrainingFailed, is_of_the_system, one_line
 from common.progress import warn
 from datasets.photos import files, remarks, tiles
@@ -24,6 +25,10 @@ from datasets.photos import files, remarks, tiles
 if TYPE_CHECKING:
     from PIL import Image
 
+CODEC = {  # packages of nvImageCodec: the first alone writes errors to stderr that mean nothing on a CPU
+    12: "nvidia-nvimgcodec-cu12 nvidia-nvjpeg-cu12 nvidia-nvjpeg2k-cu12 nvidia-nvtiff-cu12",
+    13: "nvidia-nvimgcodec-cu13 nvidia-nvjpeg nvidia-nvjpeg2k-cu13 nvidia-nvtiff-cu13",
+}
 FILTERS = {"bilinear": 1, "bicubic": 2}  # radius of each resize filter, in pixels of the smaller of the two sizes
 WHOLE = 0  # in place of a short side: the whole picture is squeezed into the square, and nothing is cut off
 RESIZE_SHARE = 256 / 224  # evaluation: the short side is resized to this times the network's size, then the middle is cut out
@@ -269,7 +274,7 @@ def slower() -> Iterator[str]:
     if sys.platform == "linux" and not (find_spec("nvidia") and find_spec("nvidia.nvimgcodec")):
         yield (
             "photographs are decoded by Pillow, which takes about twice as long as nvImageCodec on the CPU: pip install "
-            "nvidia-nvimgcodec-cu12 nvidia-nvjpeg-cu12 nvidia-nvjpeg2k-cu12 nvidia-nvtiff-cu12 (50 MB)"
+            f"{CODEC[devices.toolkit()]} (50 MB)"
         )
 
 

@@ -283,6 +283,13 @@ def test_what_a_missing_codec_costs_is_said(monkeypatch):
     assert [
         line.startswith("photographs are decoded by Pillow, which takes about twice as long") for line in decode.slower()
     ] == [True]
+    for version, package in (
+        ("13.2", "nvimgcodec-cu13 nvidia-nvjpeg "),
+        ("12.8", "nvimgcodec-cu12 "),
+        (None, "nvimgcodec-cu12 "),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert package in next(decode.slower())
     monkeypatch.setattr(sys, "platform", "darwin")  # there is none for it
     assert not list(decode.slower())
 
