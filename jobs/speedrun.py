@@ -48,6 +48,7 @@ from torch.nn import functional
 
 from common import arguments, devices, progress, storage, world
 from common.checkpoints.run_bucket import RunBucket
+from common.devices import graphs
 from common.errors import UserError
 from common.files import append, drop_half_a_line
 from common.job import run_job
@@ -83,17 +84,17 @@ def main():
             raise UserError(f"--held_out true holds out {HELD_OUT} of the training images, and there are {len(train[1])}")
         train, test = [part[:-HELD_OUT] for part in train], [part[-HELD_OUT:] for part in train]
     print(f"{len(train[1])} images to train on, {len(test[1])} to test on: {clock(device, begun):.1f} s to load", flush=True)
-    compiled = None
+    training = Training(args, device, *train)
     if device.type != "cpu":
         torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs uncompiled
         begun = clock(device)
-        compiled = run(args, device, train, seed=0, steps_of_a_size=3)
-        print(f"{clock(device, begun):.1f} s to compile", flush=True)
+        training.run(seed=0, steps_of_a_size=graphs.WARM_UP + 1)
+        print(f"{clock(device, begun):.1f} s to compile and to record", flush=True)
 
     rows = []
     for seed in range(args.seed, args.seed + args.runs):
         begun = clock(device)
-        model = run(args, device, train, seed, compiled=compiled)
+        model = training.run(seed)
         trained = clock(device)
         row = {"seed": seed, "seconds": trained - begun, "accuracy": accuracy(model, *test)}
         tested = clock(device, trained)
@@ -150,57 +151,78 @@ def clock(device, since=0.0):
 # --- One run -----------------------------------------------------------------------------------------------------------
 
 
-def run(args, device, train, seed, steps_of_a_size=None, compiled=None):
-    """Train a new network, or `compiled` with new weights, and return it. `steps_of_a_size` replaces the recipe's steps."""
-    images, labels = train
-    torch.manual_seed(seed)
-    batch, smoothing, momentum, passes = RECIPES[args.net, args.target]
-    steps = {size: steps_of_a_size or max(1, round(epochs * len(images) / batch)) for size, epochs in passes.items()}
-    sizes = [size for size, count in steps.items() for _ in range(count)]
-    order = torch.cat([torch.randperm(len(images)) for _ in range(len(sizes) * batch // len(images) + 1)]).to(device)
-    flipped = (torch.rand(len(images)) < 0.5).to(device)
+class Training:
+    """A network, its optimizers, and a training step for each size of pictures, which all runs use one after the other.
 
-    model = NETS[args.net](images).to(device).to(memory_format=devices.layout(device))
-    if compiled:
-        model = load_into(compiled, model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    muon = Muon([parameter for parameter in trained if parameter.ndim == 4], momentum)
-    norms_and_biases = [parameter for parameter in trained if parameter.ndim == 1]
-    last_layer = [parameter for parameter in trained if parameter.ndim == 2]
-    others = [
-        {"params": norms_and_biases, "peak": NORM_RATE},
-        {"params": last_layer, "peak": LAST_RATE, "weight_decay": 5e-4},
-    ]
-    sgd = torch.optim.SGD(others, lr=LAST_RATE, momentum=OTHER_MOMENTUM, nesterov=True, **devices.fused(device))
-    if device.type != "cpu" and not compiled:
-        model.compile(mode="reduce-overhead", dynamic=False)
+    On a GPU the network is compiled, and each step is one CUDA graph, which the first steps of its size record.
+    """
 
-    model.train()
-    for number, size in enumerate(progress.counted(sizes, f"seed {seed}", "step")):
-        positions = torch.arange(number * batch, (number + 1) * batch, device=device)
-        ids = order[positions]
-        mirrored = flipped[ids] ^ (positions // len(images) % 2 == 1)  # each pass mirrors those that the last one did not
-        with torch.autocast(device.type, torch.bfloat16):
-            logits = model(pictures(images, ids, mirrored, size))
-            loss = functional.cross_entropy(logits, labels[ids], label_smoothing=smoothing)
-        model.zero_grad()
+    def __init__(self, args, device, images, labels):
+        self.args, self.device = args, device
+        self.images, self.labels = images, labels
+        batch, smoothing, momentum, passes = RECIPES[args.net, args.target]
+        self.batch, self.passes = batch, passes
+        self.smoothing = smoothing
+        self.model = self.new_network()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.muon = Muon([parameter for parameter in trained if parameter.ndim == 4], momentum)
+        norms_and_biases = [parameter for parameter in trained if parameter.ndim == 1]
+        last_layer = [parameter for parameter in trained if parameter.ndim == 2]
+        others = [
+            {"params": norms_and_biases, "peak": NORM_RATE},
+            {"params": last_layer, "peak": LAST_RATE, "weight_decay": 5e-4},
+        ]
+        self.sgd = torch.optim.SGD(others, lr=LAST_RATE, momentum=OTHER_MOMENTUM, nesterov=True, **devices.fused(device))
+        if device.type != "cpu":
+            self.model.compile(dynamic=False)
+        self.steps = {size: graphs.one_graph(device, functools.partial(self.step, size)) for size in self.passes}
+
+    def new_network(self):
+        return NETS[self.args.net](self.images).to(self.device).to(memory_format=devices.layout(self.device))
+
+    def run(self, seed, steps_of_a_size=None):
+        """Train from nothing, and return the network. `steps_of_a_size` replaces the recipe's numbers of steps."""
+        torch.manual_seed(seed)
+        batch, count = self.batch, len(self.images)
+        steps = {size: steps_of_a_size or max(1, round(epochs * count / batch)) for size, epochs in self.passes.items()}
+        sizes = [size for size, number in steps.items() for _ in range(number)]
+        order = torch.cat([torch.randperm(count) for _ in range(len(sizes) * batch // count + 1)])
+        flipped = torch.rand(count) < 0.5
+        mirrored = flipped[order] ^ (torch.arange(len(order)) // count % 2 == 1)  # each pass those that the last one did not
+        order, mirrored = order.to(self.device), mirrored.to(self.device)
+        self.begin_anew()
+
+        self.model.train()
+        batches = zip(progress.counted(sizes, f"seed {seed}", "step"), order.split(batch), mirrored.split(batch))
+        for number, (size, ids, its_mirrored) in enumerate(batches):
+            done = number / len(sizes)
+            for group in self.sgd.param_groups:
+                group["lr"] = group["peak"] * min((number + 1) / len(sizes) / 0.2, (1 - done) / 0.8)
+            self.muon.rate.fill_(FILTER_RATE * (1 - done))
+            self.steps[size](ids, its_mirrored)
+        measure_norms(self.model, self.images, order[: 8 * batch].split(batch))
+        return self.model
+
+    def begin_anew(self):
+        """Take new weights and forget the momentum, in place, because what was compiled and recorded reads them there."""
+        new = self.new_network()
+        self.model.load_state_dict(new.state_dict())
+        for module, its_new in zip(self.model.modules(), new.modules()):
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = its_new.momentum  # which measure_norms has changed
+        for velocities in (self.muon.velocities, [state["momentum_buffer"] for state in self.sgd.state.values()]):
+            for velocity in velocities:
+                velocity.zero_()
+
+    def step(self, size, ids, mirrored):
+        with torch.autocast(self.device.type, torch.bfloat16):
+            logits = self.model(pictures(self.images, ids, mirrored, size))
+            loss = functional.cross_entropy(logits, self.labels[ids], label_smoothing=self.smoothing)
+        self.model.zero_grad()
         loss.backward()
-        done = number / len(sizes)
-        for group in sgd.param_groups:
-            group["lr"] = group["peak"] * min((number + 1) / len(sizes) / 0.2, (1 - done) / 0.8)
-        muon.step(FILTER_RATE * (1 - done))
-        sgd.step()
-    measure_norms(model, images, order[: 8 * batch].split(batch))
-    return model
-
-
-def load_into(model, new):
-    """Return `model`, which has been compiled, with the weights of `new`, because a new model would be compiled again."""
-    model.load_state_dict(new.state_dict())
-    for module, its_new in zip(model.modules(), new.modules()):
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = its_new.momentum  # which measure_norms has changed
-    return model
+        self.muon.step()
+        self.sgd.step()
+        return loss.detach()
 
 
 def pictures(images, ids, mirrored, size):
@@ -256,22 +278,25 @@ class Muon:
     def __init__(self, parameters, momentum):
         shapes = sorted({parameter.shape for parameter in parameters})
         self.groups = [[parameter for parameter in parameters if parameter.shape == shape] for shape in shapes]
-        self.momentum, self.velocities = momentum, [torch.tensor(0.0)] * len(shapes)
+        self.momentum = momentum
+        self.rate = torch.zeros((), device=parameters[0].device)  # to be filled before a step
+        self.velocities = [torch.stack([parameter.detach().flatten(1) for parameter in group]).zero_() for group in self.groups]
 
     @torch.no_grad()
-    def step(self, rate):
+    def step(self):
         updates = orthogonal([self.direction(number) for number in range(len(self.groups))])
         for group, update in zip(self.groups, updates):
             banks = [parameter.detach().permute(0, 2, 3, 1) for parameter in group]
             stacked = torch.stack(banks).flatten(2)
             stacked *= stacked.shape[1] ** 0.5 / stacked.norm(dim=(1, 2), keepdim=True)  # a norm follows: length is free
-            torch._foreach_copy_(banks, stacked.sub_(update, alpha=rate).view(-1, *banks[0].shape).unbind())
+            torch._foreach_copy_(banks, stacked.sub_(update.float() * self.rate).view(-1, *banks[0].shape).unbind())
 
     def direction(self, number):
         """Update the velocities of a group of weights and return its Nesterov updates, a matrix for each weight."""
         gradients = torch.stack([parameter.grad.permute(0, 2, 3, 1).flatten(1) for parameter in self.groups[number]])
-        self.velocities[number] = gradients.add(self.velocities[number], alpha=self.momentum)
-        return gradients.add_(self.velocities[number], alpha=self.momentum)
+        velocities = self.velocities[number]
+        torch.add(gradients, velocities, alpha=self.momentum, out=velocities)
+        return gradients.add_(velocities, alpha=self.momentum)
 
 
 def orthogonal(groups):

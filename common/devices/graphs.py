@@ -1,11 +1,17 @@
 """A training step as one CUDA graph: the host launches it at once, whatever it consists of."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Callable
 
 import torch
-from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+)
 
 from common.devices import kinds
 
@@ -18,10 +24,12 @@ def one_graph(device: torch.device, step: Step) -> Step:
     """Return `step`; on an NVIDIA GPU a graph of it, which is recorded after a few steps and then replayed.
 
     `step` takes tensors on the device, trains on them from the forward pass to the optimizers' steps, and returns the loss. It
-    neither waits for the device nor looks at values: a replay repeats what the device did, not what Python did. The learning
-    rates may be changed between the steps. Inputs of other sizes than those of the recording are trained on without it.
+    neither waits for the device nor looks at values: a replay repeats what the device did, not what Python did. Optimizers are
+    fused SGD, or have capturable=True. Their rates may be changed between the steps, and their hooks are called, which may
+    count steps, but not change gradients. Inputs of other sizes than those of the recording are trained on without it.
     """
-    return GraphedStep(device, step) if kinds.is_nvidia(device) else step
+    has_fused_optimizers = kinds.TORCH >= (2, 3)
+    return GraphedStep(device, step) if kinds.is_nvidia(device) and has_fused_optimizers else step
 
 
 class GraphedStep:
@@ -32,24 +40,22 @@ class GraphedStep:
         self._step = step
         self._stream = torch.cuda.Stream(device)
         self._graph = torch.cuda.CUDAGraph()
-        self._calls = 0
+        self._warmed_up = 0
+        self._is_recorded = False
         self._inputs: Sequence[torch.Tensor] = ()  # what a replay reads
         self._loss = torch.zeros((), device=device)  # what it writes
         self._optimizers: list[Optimizer] = []
         self._rates: list[tuple[dict, torch.Tensor]] = []  # parameter groups, and what a replay reads as their rates
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        self._calls += 1
-        if self._calls <= WARM_UP:
+        if self._warmed_up < WARM_UP:
+            self._warmed_up += 1
             return self._warm_up(inputs)
-        if self._calls == WARM_UP + 1:
+        if not self._is_recorded:
             self._record(inputs)
-            return self._replay(inputs)
-        if [tensor.shape for tensor in inputs] != [tensor.shape for tensor in self._inputs]:
+        if _form(inputs) != _form(self._inputs):
             return self._step(*inputs)
-        loss = self._replay(inputs)
-        self._call_hooks()
-        return loss
+        return self._replay(inputs)
 
     def _warm_up(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Train on the stream of the recording, where autograd may then add up gradients, and see which optimizers step."""
@@ -70,29 +76,53 @@ class GraphedStep:
 
     def _record(self, inputs: Sequence[torch.Tensor]) -> None:
         """Record a step, without training. It reads the rates from the device; in the groups they stay numbers of the host."""
-        self._inputs = [tensor.clone() for tensor in inputs]
+        static = [tensor.clone() for tensor in inputs]
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         numbers = [group["lr"] for group in groups]
         self._rates = [(group, torch.tensor(float(group["lr"]), device=self._device)) for group in groups]
         try:
             for group, rate in self._rates:
                 group["lr"] = rate
-            with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._loss = self._step(*self._inputs)
+            with self._without_hooks(), torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._loss = self._step(*static)
         finally:
             for group, number in zip(groups, numbers):
                 group["lr"] = number
+        self._inputs = static
+        self._is_recorded = True
+
+    @contextlib.contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """Call no hooks of optimizers inside `with`: what they do on the device would be recorded, and done twice."""
+        hooks: list[dict] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+        for optimizer in self._optimizers:
+            hooks += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+        kept = [dict(each) for each in hooks]
+        for each in hooks:
+            each.clear()
+        try:
+            yield
+        finally:
+            for each, its in zip(hooks, kept):
+                each.update(its)
 
     def _replay(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         for read, tensor in zip(self._inputs, inputs):
             read.copy_(tensor)
         for group, rate in self._rates:
             rate.fill_(group["lr"])
+        for optimizer in self._optimizers:
+            _call_hooks(optimizer, _global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
         self._graph.replay()
+        for optimizer in self._optimizers:
+            _call_hooks(optimizer, optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
         return self._loss.clone()  # the next replay overwrites it
 
-    def _call_hooks(self) -> None:
-        """Call what torch calls after a step of an optimizer: a replay has none of Python's part of it."""
-        for optimizer in self._optimizers:
-            for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
-                hook(optimizer, (), {})
+
+def _form(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _call_hooks(optimizer: Optimizer, *hooks: dict) -> None:
+    for hook in chain.from_iterable(each.values() for each in hooks):
+        hook(optimizer, (), {})

@@ -166,11 +166,13 @@ network = torch.nn.Sequential(layers[0], torch.nn.Dropout(dropout), layers[1]).t
 parts = [network] if groups == 1 else layers
 optimizer = torch.optim.SGD([{"params": part.parameters()} for part in parts], lr=0.1, momentum=0.9, fused=True)
 library = ctypes.CDLL(None)
-sizes_seen_by_python, rates_at_a_step, losses, launches = [], [], [], []
-optimizer.register_step_post_hook(lambda *_: rates_at_a_step.append(type(optimizer.param_groups[0]["lr"]).__name__))
+sizes_seen_by_python, rates, hooks, losses, launches = [], [], [], [], []
+optimizer.register_step_pre_hook(lambda *_: hooks.append("before"))
+optimizer.register_step_post_hook(lambda *_: hooks.append("after"))
 
 def train_step(images, labels):
     sizes_seen_by_python.append(len(images))
+    rates.append(type(optimizer.param_groups[0]["lr"]).__name__)
     loss = torch.nn.functional.cross_entropy(network(images), labels)
     optimizer.zero_grad()
     loss.backward()
@@ -190,7 +192,7 @@ for number in range(8):
     library.rehearsal_counts(text, 4096)
     counts = dict(line.rsplit("=", 1) for line in text.value.decode().splitlines())
     launches.append([int(counts.get(f"main {what}", 0)) for what in ("graphs", "launches")])
-print(json.dumps({"python": sizes_seen_by_python, "rates": rates_at_a_step, "launches": launches,
+print(json.dumps({"python": sizes_seen_by_python, "rates": rates, "hooks": hooks, "launches": launches,
                   "losses": len({loss.data_ptr() for loss in losses}), "rate": optimizer.param_groups[0]["lr"]}))
 """
 
@@ -209,12 +211,12 @@ def test_a_step_is_recorded_at_the_fourth_call_and_another_size_goes_without_the
 def test_losses_of_a_graph_are_kept_and_every_step_calls_the_optimizers_hooks(tmp_path):
     found = graph_of_a_step(tmp_path)
     assert found["losses"] == 8
-    assert len(found["rates"]) == 8
+    assert found["hooks"] == ["before", "after"] * 8
 
 
 def test_a_graph_reads_its_rates_from_the_device_and_the_host_keeps_numbers(tmp_path):
     one, two = (graph_of_a_step(tmp_path, groups=groups) for groups in (1, 2))
-    assert one["rates"] == [*["float"] * 3, "Tensor", *["float"] * 4]  # a tensor where it was recorded
+    assert one["rates"] == [*["float"] * 3, "Tensor", "float"]  # a tensor where it was recorded
     assert one["rate"] == 0.1 / 8
     assert two["launches"][5][1] == one["launches"][5][1] + 1  # each replay fills the rate of each group
 
@@ -222,6 +224,44 @@ def test_a_graph_reads_its_rates_from_the_device_and_the_host_keeps_numbers(tmp_
 def test_a_graph_with_dropout_is_told_the_seed_of_its_step(tmp_path):
     with_dropout, without = (graph_of_a_step(tmp_path, dropout=share) for share in (0.5, 0.0))
     assert with_dropout["launches"][5][1] > without["launches"][5][1]
+
+
+SNAPSHOT = """
+import ctypes, json
+import torch
+from common.checkpoints.checkpoint import Snapshot
+
+library = ctypes.CDLL(None)
+
+def counted():
+    text = ctypes.create_string_buffer(4096)
+    library.rehearsal_counts(text, 4096)
+    library.rehearsal_forget()
+    return {what: int(number) for what, number in (line.rsplit("=", 1) for line in text.value.decode().splitlines())}
+
+weights = torch.arange(2**23, dtype=torch.float32)  # 32 MiB
+model = {"weights": weights.to("cuda"), "steps": torch.tensor(3)}
+counted()
+snapshot = Snapshot({"model": model, "history": [1, 2]})
+while_training_waits = counted()
+model["weights"].copy_(torch.zeros(2**23, device="cuda"))
+model["steps"].zero_()
+counted()
+found = snapshot.on_host()
+print(json.dumps({"training": while_training_waits, "writer": counted(), "history": found["history"],
+                  "right": torch.equal(found["model"]["weights"], weights) and found["model"]["steps"].item() == 3,
+                  "devices": [str(tensor.device) for tensor in found["model"].values()]}))
+"""
+
+
+@pytest.mark.parametrize("mib, waits", [(256, False), (80, True)], ids=["room for two", "hardly room"])
+def test_the_training_waits_for_no_copy_of_its_state_if_the_gpu_has_room_for_another(tmp_path, mib, waits):
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SNAPSHOT}"
+    found = json.loads(rehearse(tmp_path, sys.executable, "-c", code, REHEARSAL_MIB=str(mib)).splitlines()[-1])
+    assert found["right"] and found["history"] == [1, 2] and found["devices"] == ["cpu", "cpu"]
+    assert ("main copies out" in found["training"]) == waits
+    assert ("main synchronisations" in found["training"]) == waits
+    assert ("main copies out" in found["writer"]) == (not waits)
 
 
 @pytest.mark.parametrize("row", ROWS)

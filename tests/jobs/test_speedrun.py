@@ -19,6 +19,7 @@ IMAGES = (
     .contiguous(memory_format=torch.channels_last)
 )
 IDS = torch.tensor([4, 0, 5])
+CPU = torch.device("cpu")
 
 
 def raw(images):
@@ -61,7 +62,7 @@ def test_every_picture_comes_once_a_pass_and_the_other_way_round_in_the_next(mon
     seen, pictures = [], speedrun.pictures
     monkeypatch.setattr(speedrun, "pictures", lambda *given: (seen.append(given[1:]), pictures(*given))[1])
     arguments = type("Arguments", (), {"net": "small", "target": 0.8})
-    speedrun.run(arguments, torch.device("cpu"), (images, torch.randint(10, (60,))), seed=0)
+    speedrun.Training(arguments, CPU, images, torch.randint(10, (60,))).run(seed=0)
     assert [size for _, _, size in seen] == [16] * 12 + [32] * 12
     ids, mirrored = (torch.cat([step[place] for step in seen]).view(2, 60) for place in (0, 1))
     order = ids.argsort(dim=1)
@@ -70,14 +71,15 @@ def test_every_picture_comes_once_a_pass_and_the_other_way_round_in_the_next(mon
     assert torch.equal(first, ~second) and 0 < first.sum() < 60
 
 
-def test_a_network_that_was_compiled_is_used_again_and_has_the_bits_of_a_new_one(monkeypatch):
+def test_a_training_is_used_again_and_its_network_has_the_bits_of_a_new_one(monkeypatch):
     monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (5, 0.0, 0.6, {16: 1}))
     arguments = type("Arguments", (), {"net": "small", "target": 0.8})
     data = torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (20,))
-    compiled = speedrun.run(arguments, torch.device("cpu"), data, seed=0, steps_of_a_size=1)
-    again = speedrun.run(arguments, torch.device("cpu"), data, seed=1, compiled=compiled)
-    new = speedrun.run(arguments, torch.device("cpu"), data, seed=1)
-    assert again is compiled and new is not compiled
+    training = speedrun.Training(arguments, CPU, *data)
+    before = training.run(seed=0, steps_of_a_size=1)
+    again = training.run(seed=1)
+    new = speedrun.Training(arguments, CPU, *data).run(seed=1)
+    assert again is before
     for name, value in new.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
     assert [norm.momentum for norm in again.modules() if hasattr(norm, "momentum")] == [
@@ -120,7 +122,8 @@ def test_muon_keeps_the_length_of_the_filters_and_lowers_the_loss():
         loss = -(filters / filters.norm() * wanted).sum()
         losses.append(loss.item())
         (filters.grad,) = torch.autograd.grad(loss, filters)
-        muon.step(0.1)
+        muon.rate.fill_(0.1)
+        muon.step()
     assert losses[-1] < losses[0] - 5
     assert 0.7 < filters.norm() / 8**0.5 < 1.4
 
@@ -201,7 +204,7 @@ def test_it_learns_synthetic_images_and_keeps_its_runs(tmp_path, monkeypatch, ca
 
 def test_held_out_images_are_not_trained_on(tmp_path, monkeypatch):
     kept = {}
-    monkeypatch.setattr(speedrun, "run", lambda args, device, train, seed, compiled: kept.update(trained=train))
+    monkeypatch.setattr(speedrun.Training, "run", lambda self, seed: kept.update(trained=(self.images, self.labels)))
     monkeypatch.setattr(speedrun, "accuracy", lambda model, *data: kept.update(tested=data) or 0.0)
     monkeypatch.setattr(speedrun, "HELD_OUT", 100)
     main(monkeypatch, "--held_out=true", f"--output_dir={tmp_path}", "--max_samples=500")
@@ -214,7 +217,7 @@ def test_the_same_seed_gives_the_same_network(monkeypatch):
     monkeypatch.setitem(speedrun.RECIPES, ("small", 0.8), (20, 0.1, 0.6, {32: 1}))
     images, labels = torch.randint(256, (60, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (60,))
     arguments = type("Arguments", (), {"net": "small", "target": 0.8})
-    one, same, other = (speedrun.run(arguments, torch.device("cpu"), (images, labels), seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (speedrun.Training(arguments, CPU, images, labels).run(seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["0.bias"], other["0.bias"])
 
@@ -225,7 +228,7 @@ def test_norms_and_biases_alone_learn_fast(monkeypatch):
     made, sgd = [], torch.optim.SGD
     monkeypatch.setattr(torch.optim, "SGD", lambda groups, **how: made.append(sgd(groups, **how)) or made[-1])
     arguments = type("Arguments", (), {"net": "small", "target": 0.8})
-    model = speedrun.run(arguments, torch.device("cpu"), (images, labels), seed=0)
+    model = speedrun.Training(arguments, CPU, images, labels).run(seed=0)
     rates = {id(parameter): group["lr"] for group in made[0].param_groups for parameter in group["params"]}
     slow, norm, bias = (rates.pop(id(parameter)) for parameter in (model[-1].weight, model[4].weight, model[4].bias))
     assert isinstance(model[4], torch.nn.BatchNorm2d) and set(rates.values()) == {norm} == {bias}
@@ -236,12 +239,12 @@ def test_norms_and_biases_alone_learn_fast(monkeypatch):
 def test_each_run_is_in_the_bucket_before_the_next_begins(store, monkeypatch, tmp_path):
     there = []
 
-    def run(args, device, train, seed, compiled):
+    def run(self, seed):
         there.append(
             [item["Key"] for item in store.client().list_objects_v2(Bucket="data", Prefix="speed/").get("Contents", [])]
         )
 
-    monkeypatch.setattr(speedrun, "run", run)
+    monkeypatch.setattr(speedrun.Training, "run", run)
     monkeypatch.setattr(speedrun, "accuracy", lambda model, images, labels: 0.5)
     main(monkeypatch, "--output_dir=s3://data/speed", "--runs=2", "--max_samples=50")
     assert there == [[], ["speed/runs.jsonl"]]
