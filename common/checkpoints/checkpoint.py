@@ -20,6 +20,7 @@ from typing import Any, Callable, Optional
 import numpy as np
 import torch
 
+from common import devices
 from common.checkpoints import names
 from common.errors import UserError, one_line
 from common.files import TEMPORARY, contents, give_name, raising_taken_over, remove, temporary, unfinished, write_aside
@@ -29,15 +30,59 @@ from common.weights.plain import Refused, check
 AFRESH = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
 
 
-def snapshot(value: Any) -> Any:
-    """Return a copy of nested dicts and lists with all tensors on the CPU, where the next step does not change them."""
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _on_its_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def snapshot(value: Any, copy: Callable[[torch.Tensor], torch.Tensor] = _on_host) -> Any:
+    """Return nested dicts and lists with a `copy` of each tensor, by default on the CPU, where no step changes it."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return copy(value)
     if type(value) in (dict, collections.OrderedDict):
-        return {key: snapshot(item) for key, item in value.items()}
+        return {key: snapshot(item, copy) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(snapshot(item) for item in value)
+        return type(value)(snapshot(item, copy) for item in value)
     return value.item() if isinstance(value, np.generic) else value
+
+
+class Snapshot:
+    """A copy of a state, which no step changes. From an NVIDIA GPU it comes to the host when it is asked for, and the training
+    waits only until copies are queued there; for all of it if the state is on several GPUs, or one has hardly room for two."""
+
+    def __init__(self, state: dict) -> None:
+        gpus = {tensor.device for tensor in tensors(state) if devices.is_nvidia(tensor.device)}
+        self._gpu = gpus.pop() if len(gpus) == 1 else None
+        copy = None
+        if self._gpu is not None:
+            copy = _copied_on(self._gpu, state)
+            self._copied = devices.record_event(devices.current_stream(self._gpu))
+        self._is_on_gpu = copy is not None
+        self._state = snapshot(state) if copy is None else copy
+
+    def on_host(self) -> dict:
+        """Return the copy, with all tensors on the CPU. It is called once, in the thread that writes it."""
+        state, self._state = self._state, {}
+        if self._gpu is None or not self._is_on_gpu:
+            return state
+        devices.use(self._gpu)
+        stream = devices.side_stream(self._gpu)
+        stream.wait_event(self._copied)
+        with devices.on_stream(stream):
+            return snapshot(state)
+
+
+def _copied_on(gpu: torch.device, state: dict) -> Optional[dict]:
+    """Return a copy of the state on its GPU; None if that has hardly room, for the next step may need it."""
+    if devices.free_memory(gpu) < 2 * size_of(state):
+        return None
+    try:
+        return snapshot(state, _on_its_device)
+    except RuntimeError:  # another program has taken the memory meanwhile
+        return None
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:

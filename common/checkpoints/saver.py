@@ -120,7 +120,7 @@ class Saving:
         """Copy the state and write it, with manifest `about`, in the background; `weights_of_epoch`: also write epoch_N.pth."""
         self.saved_at = Position.of(about)
         self.wait()  # so that there is one copy at a time
-        self._pending = self._executor.submit(self._write, checkpoint.snapshot(state()), about, weights_of_epoch)
+        self._pending = self._executor.submit(self._write, checkpoint.Snapshot(state()), about, weights_of_epoch)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written; raise an error if that has failed."""
@@ -131,8 +131,9 @@ class Saving:
         except OSError as error:
             raise TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; {self.last_good()}") from None
 
-    def _write(self, state: dict[str, Any], about: dict[str, Any], weights_of_epoch: Optional[int]) -> None:
+    def _write(self, snapshot: checkpoint.Snapshot, about: dict[str, Any], weights_of_epoch: Optional[int]) -> None:
         folder, output_dir = self._args.checkpoint_dir, self._args.output_dir
+        state = snapshot.on_host()
         if not checkpoint.finite(state["model"]):
             raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}")
         try:

@@ -240,7 +240,8 @@ def counted():
     return {what: int(number) for what, number in (line.rsplit("=", 1) for line in text.value.decode().splitlines())}
 
 weights = torch.arange(2**23, dtype=torch.float32)  # 32 MiB
-model = {"weights": weights.to("cuda"), "steps": torch.tensor(3)}
+last = torch.device("cuda", torch.cuda.device_count() - 1)
+model = {"weights": weights.to("cuda"), "steps": torch.tensor(3), "more": torch.ones(1).to(last)}
 counted()
 snapshot = Snapshot({"model": model, "history": [1, 2]})
 while_training_waits = counted()
@@ -254,11 +255,13 @@ print(json.dumps({"training": while_training_waits, "writer": counted(), "histor
 """
 
 
-@pytest.mark.parametrize("mib, waits", [(256, False), (80, True)], ids=["room for two", "hardly room"])
-def test_the_training_waits_for_no_copy_of_its_state_if_the_gpu_has_room_for_another(tmp_path, mib, waits):
+@pytest.mark.parametrize(
+    "mib, gpus, waits", [(256, 1, False), (80, 1, True), (256, 2, True)], ids=["room for two", "hardly room", "two GPUs"]
+)
+def test_the_training_waits_for_no_copy_of_its_state_if_the_gpu_has_room_for_another(tmp_path, mib, gpus, waits):
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SNAPSHOT}"
-    found = json.loads(rehearse(tmp_path, sys.executable, "-c", code, REHEARSAL_MIB=str(mib)).splitlines()[-1])
-    assert found["right"] and found["history"] == [1, 2] and found["devices"] == ["cpu", "cpu"]
+    found = json.loads(rehearse(tmp_path, sys.executable, "-c", code, gpus=gpus, REHEARSAL_MIB=str(mib)).splitlines()[-1])
+    assert found["right"] and found["history"] == [1, 2] and found["devices"] == ["cpu"] * 3
     assert ("main copies out" in found["training"]) == waits
     assert ("main synchronisations" in found["training"]) == waits
     assert ("main copies out" in found["writer"]) == (not waits)
