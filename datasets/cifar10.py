@@ -108,7 +108,11 @@ def loader(
         from datasets.resident import ResidentCrops, ResidentLoader
 
         how = (data_set.images, data_set.labels, sampler, device, MEAN, STD)
-        return ResidentCrops(*how, seed) if augment else ResidentLoader(*how)
+        if not augment:
+            return ResidentLoader(*how)
+        cropped = ResidentCrops(*how)
+        cropped.seed = seed
+        return cropped
     crop_and_flip = functools.partial(crops.crop_and_flip, seed=seed) if augment else None
     return DeviceLoader(batches(data_set, sampler, workers), sampler, device, MEAN, STD, crop_and_flip)
 

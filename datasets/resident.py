@@ -30,7 +30,8 @@ class ResidentLoader(DeviceLoader):
         """`mean`, `std`: of pixels from 0 to 1."""
         super().__init__((), sampler, device, mean, std)
         self.beside = False  # a thread would cost the host more than the launches
-        self._images = images.to(device)
+        self._size = images.shape[2:]
+        self._pixels = self._stored(images.to(device))
         self._labels = labels.to(device)
 
     def _moved(self) -> Iterator[tuple[Batch, torch.Tensor, None]]:
@@ -44,12 +45,16 @@ class ResidentLoader(DeviceLoader):
         for ids_of_batch, labels, *places in zip(*(part.split(sizes) for part in parts)):
             yield (self._normalised(self._images_at(*places)), labels), ids_of_batch, None
 
+    def _stored(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the images in the form that _images_at() reads."""
+        return images
+
     def _places(self, _ids: torch.Tensor, ids_on_device: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return, for all samples of the epoch, what _images_at() takes for those of a batch."""
         return (ids_on_device,)
 
     def _images_at(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._images[ids]
+        return self._pixels[ids]
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:
         normalised = (images * self._scale).add_(self._shift)
@@ -59,24 +64,13 @@ class ResidentLoader(DeviceLoader):
 class ResidentCrops(ResidentLoader):
     """A ResidentLoader whose images are cropped and flipped at random, anew in each epoch."""
 
-    def __init__(
-        self,
-        images: torch.Tensor,
-        labels: torch.Tensor,
-        sampler: Sampler,
-        device: torch.device,
-        mean: Sequence[float],
-        std: Sequence[float],
-        seed: int,
-    ) -> None:
-        super().__init__(images, labels, sampler, device, mean, std)
-        self._size = images.shape[2:]
-        self._seed = seed
-        self._pixels = crops.pixels_with_border(self._images)
-        del self._images
+    seed = 0  # of the crops
+
+    def _stored(self, images: torch.Tensor) -> torch.Tensor:
+        return crops.pixels_with_border(images)
 
     def _places(self, ids: torch.Tensor, ids_on_device: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return crops.rows_and_columns(ids_on_device, ids, self._size, self._seed, self.sampler.epoch)
+        return crops.rows_and_columns(ids_on_device, ids, self._size, self.seed, self.sampler.epoch)
 
     def _images_at(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         return self._pixels[rows + columns].permute(0, 3, 1, 2)

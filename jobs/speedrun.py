@@ -158,10 +158,13 @@ class Training:
     """
 
     def __init__(self, args, device, images, labels):
-        self.args, self.device = args, device
-        self.images, self.labels = images, labels
+        self.args = args
+        self.device = device
+        self.images = images
+        self.labels = labels
         batch, smoothing, momentum, passes = RECIPES[args.net, args.target]
-        self.batch, self.passes = batch, passes
+        self.batch = batch
+        self.passes = passes
         self.smoothing = smoothing
         self.model = self.new_network()
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -183,13 +186,15 @@ class Training:
     def run(self, seed, steps_of_a_size=None):
         """Train from nothing, and return the network. `steps_of_a_size` replaces the recipe's numbers of steps."""
         torch.manual_seed(seed)
-        batch, count = self.batch, len(self.images)
+        batch = self.batch
+        count = len(self.images)
         steps = {size: steps_of_a_size or max(1, round(epochs * count / batch)) for size, epochs in self.passes.items()}
         sizes = [size for size, number in steps.items() for _ in range(number)]
         order = torch.cat([torch.randperm(count) for _ in range(len(sizes) * batch // count + 1)])
         flipped = torch.rand(count) < 0.5
         mirrored = flipped[order] ^ (torch.arange(len(order)) // count % 2 == 1)  # each pass those that the last one did not
-        order, mirrored = order.to(self.device), mirrored.to(self.device)
+        order = order.to(self.device)
+        mirrored = mirrored.to(self.device)
         self.begin_anew()
 
         self.model.train()

@@ -20,8 +20,10 @@ def data_set(kind=cifar10.ImageArrays):
 
 def resident_loader(sampler, seed=None):
     data = data_set()
-    how = (data.images, data.labels, sampler, CPU, cifar10.MEAN, cifar10.STD)
-    return ResidentLoader(*how) if seed is None else ResidentCrops(*how, seed)
+    kind = ResidentLoader if seed is None else ResidentCrops
+    loader = kind(data.images, data.labels, sampler, CPU, cifar10.MEAN, cifar10.STD)
+    loader.seed = seed
+    return loader
 
 
 @pytest.fixture
@@ -55,8 +57,9 @@ def test_an_evaluation_has_a_shorter_last_batch():
 
 @pytest.mark.parametrize("augment, kind", [(True, ResidentCrops), (False, ResidentLoader)])
 def test_cifar_lies_on_a_gpu(gpu, augment, kind):
-    loader = cifar10.loader(data_set(), EpochSampler(200, 16, seed=3), CPU, augment)
+    loader = cifar10.loader(data_set(), EpochSampler(200, 16, seed=3), CPU, augment, seed=7)
     assert type(loader) is kind
+    assert getattr(loader, "seed", None) == (7 if augment else None)
     assert not loader.beside
 
 
