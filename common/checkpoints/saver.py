@@ -116,11 +116,19 @@ class Saving:
 
     # --- Writing ---
 
-    def save(self, state: Callable[[], dict], about: dict, weights_of_epoch: Optional[int] = None) -> None:
-        """Copy the state and write it, with manifest `about`, in the background; `weights_of_epoch`: also write epoch_N.pth."""
+    def save(
+        self,
+        state: Callable[[], dict],
+        about: dict,
+        weights_of_epoch: Optional[int] = None,
+        check: Optional[Callable[[], None]] = None,
+    ) -> None:
+        """Copy the state and write it, with manifest `about`, in the background; `weights_of_epoch`: also write epoch_N.pth.
+
+        `check`: called in that thread before. If it raises an error, nothing is written, and the next wait() raises it."""
         self.saved_at = Position.of(about)
         self.wait()  # so that there is one copy at a time
-        self._pending = self._executor.submit(self._write, checkpoint.Snapshot(state()), about, weights_of_epoch)
+        self._pending = self._executor.submit(self._write, checkpoint.Snapshot(state()), about, weights_of_epoch, check)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written; raise an error if that has failed."""
@@ -131,9 +139,25 @@ class Saving:
         except OSError as error:
             raise TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; {self.last_good()}") from None
 
-    def _write(self, snapshot: checkpoint.Snapshot, about: dict[str, Any], weights_of_epoch: Optional[int]) -> None:
+    @property
+    def is_writing(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
+    def forget_pending(self) -> None:
+        """Raise no error of the save that is being written: the run ends with another."""
+        self._pending = None
+
+    def _write(
+        self,
+        snapshot: checkpoint.Snapshot,
+        about: dict[str, Any],
+        weights_of_epoch: Optional[int],
+        check: Optional[Callable[[], None]],
+    ) -> None:
         folder, output_dir = self._args.checkpoint_dir, self._args.output_dir
         state = snapshot.on_host()
+        if check:
+            check()
         if not checkpoint.finite(state["model"]):
             raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}")
         try:

@@ -11,13 +11,50 @@ from common import devices
 from common.errors import TrainingFailed
 from common.ranks.collectives import reduce
 
+LossOfStep = tuple[int, torch.Tensor, torch.Tensor]  # the step, its loss, the ids of its samples
+
+
+class Unchecked:
+    """Losses that nobody has looked at. Making one asks the device whether they are finite; check() may wait for the answer."""
+
+    def __init__(self, losses: list[LossOfStep], device: torch.device):
+        self.losses = losses  # none once all are known to be finite
+        self._are_finite = devices.LateNumber(device)
+        if losses:
+            self._are_finite.ask(_are_finite(losses).all())
+
+    def check(self, lr: float, last_good: Callable[[], str]) -> None:
+        """Raise TrainingFailed if a loss is not finite. `lr`: the option; `last_good()`: what to go on from."""
+        bad = self.first_bad()
+        if bad:
+            step, loss, ids = bad
+            where = f"at step {step}, sample ids {ids.tolist()}"
+            try_this = f"lower --lr, which was {lr:g}, or look at these samples"
+            raise TrainingFailed(f"the loss is {loss.item()} {where}; {try_this}; {last_good()}")
+        self.losses = []
+
+    def first_bad(self) -> Optional[LossOfStep]:
+        losses = self.losses  # which another thread may set meanwhile
+        if not losses or self._are_finite.read() == 1:
+            return None
+        are_finite = _are_finite(losses).tolist()
+        return None if all(are_finite) else losses[are_finite.index(False)]
+
+
+def _are_finite(losses: list[LossOfStep]) -> torch.Tensor:
+    return torch.isfinite(torch.stack([loss for _, loss, _ in losses]))
+
 
 class Losses:
     def __init__(self, device: torch.device, rank: int, world_size: int):
-        self._rank, self._world_size = rank, world_size
+        self._device = device
+        self._rank = rank
+        self._world_size = world_size
         self._sum = torch.zeros((), dtype=devices.widest(device), device=device)
-        self._count, self._shared = 0, True
-        self._unchecked = []
+        self._count = 0
+        self._shared = True
+        self._unchecked: list[LossOfStep] = []
+        self._given_away: list[Unchecked] = []  # that another thread looks at
 
     def add(self, loss: torch.Tensor, step: int, ids: torch.Tensor) -> None:
         self._sum += loss
@@ -27,19 +64,22 @@ class Losses:
 
     def check(self, lr: float, last_good: Callable[[], str]) -> None:
         """Raise TrainingFailed if a loss since the last call is not finite. It is called seldom, as it waits for the GPU."""
-        if bad := self.first_bad():
-            step, loss, ids = bad
-            where = f"at step {step}, sample ids {ids.tolist()}"
-            try_this = f"lower --lr, which was {lr:g}, or look at these samples"
-            raise TrainingFailed(f"the loss is {loss.item()} {where}; {try_this}; {last_good()}")
+        all_unchecked = [*self._given_away, self._take()]
+        self._given_away = []
+        for unchecked in all_unchecked:
+            unchecked.check(lr, last_good)
 
-    def first_bad(self) -> Optional[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Return (step, loss, ids) of the first loss since the last call that is not finite, or None. Waits for the GPU."""
-        unchecked, self._unchecked = self._unchecked, []
-        if not unchecked:
-            return None
-        good = torch.isfinite(torch.stack([loss for _, loss, _ in unchecked])).tolist()
-        return None if all(good) else unchecked[good.index(False)]
+    def give_away(self) -> Unchecked:
+        """Return the losses since the last call, for another thread to look at. Until it has, the next check() does, too, so
+        that an error names the first bad step, whoever finds it."""
+        self._given_away = [unchecked for unchecked in self._given_away if unchecked.losses]
+        self._given_away.append(self._take())
+        return self._given_away[-1]
+
+    def _take(self) -> Unchecked:
+        taken = self._unchecked
+        self._unchecked = []
+        return Unchecked(taken, self._device)
 
     def all_reduce(self) -> None:
         """Add up all ranks' sums on rank 0, unless no loss was added since the last call; the other ranks' sums become 0."""

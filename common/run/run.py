@@ -17,6 +17,7 @@ is written.
 
 import argparse
 import dataclasses
+import functools
 import signal
 import sys
 import types
@@ -33,7 +34,7 @@ from common.checkpoints.parts import SavedParts
 from common.checkpoints.position import Position
 from common.checkpoints.saver import Saving
 from common.devices.seeds import EVALUATION, HEAD, TAIL, seed_step
-from common.errors import STOP_SIGNALS
+from common.errors import STOP_SIGNALS, TrainingFailed
 from common.moments import REPLACED
 from common.run import first_lines
 from common.run.about import facts_of_this_start, manifest_of
@@ -431,7 +432,7 @@ class Run:
         steps_of_this_start = self.position.total_steps - self.plan.began_at.total_steps
         if steps_of_this_start > STEPS_WATCHED:
             self.unsaved.say_what_is_found("a line of the log")
-        self.losses.check(self.args.lr, self.saving.last_good)
+        self._check_losses()
         seconds_left = self.clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
         speed = self.clock.lap()
         self.enter("start" if steps_of_this_start == 1 else "save")
@@ -469,7 +470,7 @@ class Run:
             raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
         self.due.end_evaluation()
         self.gradients.invalidate_collected()  # lines between run.steps() and here may have computed others
-        self.losses.check(self.args.lr, self.saving.last_good)
+        self._check_losses()
         whole = self.plan.epoch_is_over(self.position)
         if whole:
             if warning := self.results.warning_of_best_by(metrics):
@@ -481,17 +482,23 @@ class Run:
         seed_step(self.args.seed, self.position.epoch, TAIL)
 
     def _save_left_epoch(self) -> None:
-        """Save the last epoch if the loop over run.epochs() was left at its end. In a notebook it may be entered again."""
+        """Save the last epoch if the loop over run.epochs() was left at its end, which a notebook may enter again. Wait for it,
+        or for the save before: an error of that is raised."""
         if self._ended_epoch_is_whole is not None:
             self._save_epoch()
-            self.saving.wait()
+        if self.saving.is_writing:
+            self.enter("save")
+        self.saving.wait()
 
     def _finish_after_break(self, code: object) -> None:
         """Save the last epoch if the job, which ends with this exit code, has left its loop over run.epochs()."""
         if code:  # it is not known whether what belongs to the epoch is complete
             self._ended_epoch_is_whole = None
-        elif self._ended_epoch_is_whole is not None:
-            self._save_left_epoch()
+            self.saving.forget_pending()
+            return
+        was_left_at_the_end_of_an_epoch = self._ended_epoch_is_whole is not None
+        self._save_left_epoch()
+        if was_left_at_the_end_of_an_epoch:
             self.enter("publish")
             self.saving.finish_publishing(in_a_hurry=bool(STOPS.noted))
             self.evidence.remove_attempt()
@@ -535,7 +542,8 @@ class Run:
         """Save in the background, unless this position is saved already, in a trial or with --checkpoints false.
 
         Every rank calls it. `weights_of_epoch`: write the weights of this epoch to a file of their own, too."""
-        self.losses.check(self.args.lr, self.saving.last_good)
+        if not self._losses_can_wait():
+            self._check_losses()
         self._gather()
         self.peers.agreement.note_save()
         if not self.side_files.writes:
@@ -546,10 +554,24 @@ class Run:
         if self.position == self.saving.saved_at and not weights_of_epoch:
             return
         self.enter("save")
-        self.saving.save(self.state, manifest_of(self), weights_of_epoch)
+        losses = self.losses.give_away()
+        check = functools.partial(losses.check, self.args.lr, self.saving.last_good)
+        self.saving.save(self.state, manifest_of(self), weights_of_epoch, check)
         if not STOPS.noted:
             self.unsaved.say_what_is_found("the end of an epoch" if weights_of_epoch else "a save")
         self.saving.require_published()
+
+    def _check_losses(self) -> None:
+        try:
+            self.losses.check(self.args.lr, self.saving.last_good)
+        except TrainingFailed:
+            self.saving.forget_pending()  # which would raise the same
+            raise
+
+    def _losses_can_wait(self) -> bool:
+        """Whether a save leaves it to the thread that writes to look at the losses, so that a GPU's queue does not run empty.
+        Of several ranks all have to raise the error in the same save."""
+        return self.peers.size == 1 and self.args.checkpoints and devices.is_nvidia(self.device)
 
     def _gather(self) -> None:
         """Bring to rank 0 what a checkpoint holds of the other ranks. All ranks call it; until the next step, it does nothing
@@ -569,6 +591,7 @@ class Run:
         self.stop(f"stopped by {stop_signal.name}", STOP_SIGNALS[stop_signal])
 
     def stop(self, why: str, code: int) -> None:
+        self._check_losses()
         # What the evaluation has changed is not saved: the next start repeats the evaluation, and would change it twice.
         if not self.due.evaluates or self.parts.is_as_noted(self.gradients.state_dict()):
             self.save()

@@ -47,6 +47,12 @@ def test_a_step_costs_no_more_than_the_table_says(name):
     assert costs.too_much(name, row) == [], f"{row}\nthe host waits here: {waits}"
 
 
+def test_a_checkpoint_in_each_step_does_not_make_the_training_wait_for_the_gpu():
+    row, waits = costs.measure("train", "--save_steps", "1")
+    assert row["copies out"] > 100  # of the thread that writes
+    assert [place for place in waits if place.startswith("MainThread")] == []
+
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LOCAL = [sys.executable, "-m", "launch", "local", "--nodes", "2"]
 

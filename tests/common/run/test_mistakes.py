@@ -66,6 +66,14 @@ def test_what_fails_when_a_loop_is_left_ends_the_job_in_a_line(trained, leave):
     assert "the folder was moved or deleted, so this one ends" in said and "Traceback" not in said
 
 
+def test_a_save_that_fails_before_a_loop_is_left_within_an_epoch_ends_the_job_in_a_line(trained):
+    left = "            if run.total_steps == 1:\n                sys.exit()\n"
+    save = ("    args = arguments.parse(", "    parser.set_defaults(save_steps=1)\n    args = arguments.parse(")
+    full = "from common.checkpoints import checkpoint\n\ndef full(*_):\n    raise OSError(28, 'No space left on device')\n\ncheckpoint.write = full\n"
+    said = trained((STEPS, f"{STEPS}\n{left}"), save, ("import torch\n\n", f"import torch\n{full}\n"), check=1).stderr
+    assert "error: a checkpoint could not be written: [Errno 28] No space left on device" in said and "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     "changes, says",
     [

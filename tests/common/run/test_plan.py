@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from common import devices
 from common.checkpoints.position import Position
 from common.errors import TrainingFailed
 from common.run.losses import Losses
@@ -158,3 +159,23 @@ def test_a_loss_that_is_no_number_names_its_step_its_samples_and_the_rate_that_w
     with pytest.raises(TrainingFailed, match=said):
         losses.check(0.5, lambda: "none yet")
     losses.check(0.5, lambda: "none yet")  # those before are done with
+
+
+def test_a_loss_that_another_thread_looks_at_is_looked_at_once_more():
+    losses = Losses(torch.device("cpu"), 0, 1)
+    losses.add(torch.tensor(float("nan")), 1, torch.tensor([7]))
+    taken = losses.give_away()
+    losses.give_away().check(0.5, lambda: "none yet")  # which has none
+    losses.add(torch.tensor(float("nan")), 2, torch.tensor([8]))
+    for check in (losses.check, taken.check):
+        with pytest.raises(TrainingFailed, match="the loss is nan at step 1, sample ids"):
+            check(0.5, lambda: "none yet")
+    losses.check(0.5, lambda: "none yet")  # those before are done with
+
+
+def test_a_loss_that_another_thread_finds_finite_meanwhile_is_finite(monkeypatch):
+    losses = Losses(torch.device("cpu"), 0, 1)
+    losses.add(torch.tensor(1.0), 1, torch.tensor([7]))
+    taken = losses.give_away()
+    monkeypatch.setattr(devices.LateNumber, "read", lambda _: setattr(taken, "losses", []))
+    losses.check(0.5, lambda: "none yet")

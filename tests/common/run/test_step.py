@@ -11,7 +11,7 @@ from tests.tools.ranks import TWO, check_ledger, run_ranks
 RUN = """
 import errno, os, signal, sys
 sys.path.insert(0, {root!r})
-from common.run import losses, peers
+from common.run import clock, losses, peers, run
 from common.checkpoints import checkpoint, evidence, saver
 from common.run.observers import files
 
@@ -38,6 +38,7 @@ def leave(*_):  # when rank 0 has taken this step as well
 write = checkpoint.write
 in_the_background, saver.Saving.save = saver.Saving.save, save
 peers.EXCHANGE_SECONDS = 0  # in every step
+clock.LINE_SECONDS = 1000  # no line looks at the losses
 {what}
 exec(compile(open({job!r}).read(), {job!r}, "exec"), {{"__name__": "__main__", "__file__": {job!r}}})
 """
@@ -45,9 +46,17 @@ LEDGER = (
     "sixth(evidence.Evidence, 'note_step_counts', lambda usual, *given: (setattr(evidence, 'append', full), usual(*given)))"
 )
 LOSS = "sixth(losses.Losses, 'add', lambda usual, self, loss, *rest: usual(self, loss * float('nan'), *rest))"
+LOSS_LATER = f"run.Run._losses_can_wait = lambda self: True; {LOSS}"  # as on a GPU, where the thread that writes looks at it
 LOOKS_ON = "files.Files.stepped = lambda self, facts: None; sixth(files.Files, 'stepped', full)"
 PEER = "sixth(peers.Agreement, 'exchange', leave)"
 DISK = "checkpoint.write = lambda folder, state, about: (full if about['total_steps'] == 6 else write)(folder, state, about)"
+KILLED = """
+whole, copies = checkpoint.snapshot, []
+def copy(tensor):
+    copies.append(tensor)
+    return os.kill(os.getpid(), signal.SIGKILL) if len(copies) > 20 else checkpoint._on_host(tensor)
+sixth(checkpoint.Snapshot, '__init__', lambda usual, self, state: whole(state, copy))
+"""
 STOP = "sixth(losses.Losses, 'add', lambda usual, *given: (os.kill(os.getpid(), signal.SIGTERM), usual(*given)))"
 
 
@@ -67,6 +76,9 @@ def disturbed(folder, what, job, *options, code):
     [
         (LEDGER, 1, 320, 5, "error: the ledger cannot be written: No space left on device; last checkpoint "),
         (LOSS, 1, 320, 6, "error: the loss is nan at step 6"),
+        (LOSS_LATER, 1, 320, 7, "error: the loss is nan at step 6"),
+        (f"{LOSS_LATER}; {STOP}", 1, 320, 6, "error: the loss is nan at step 6"),
+        (KILLED, -9, 320, 6, "epoch=1/2 steps=4"),
         (LOOKS_ON, 0, 512, 8, "warning: Files has failed, and the run goes on without it"),
         (DISK, 1, 320, 7, "error: a checkpoint could not be written: [Errno 28] No space left on device"),
         (STOP, 143, 384, 6, "stopped by SIGTERM; saved after step 6"),

@@ -48,12 +48,15 @@ ROWS = {  # name: (GPUs, job, its options)
 }
 
 
-def measure(name):
-    """{thread: {what: number a step}}, "milliseconds" of the main thread, and "waits", of the rank with most of them."""
+def measure(name, *more):
+    """{what: number a step}, "host milliseconds" of the main thread, and {place: waits a step}, of the rank with most of them.
+
+    `more`: options besides those of the row.
+    """
     gpus, job, options = ROWS[name]
     with tempfile.TemporaryDirectory() as folder:
         counting = {"REHEARSAL_COSTS": f"{folder}/costs", "REHEARSAL_STEPS": "{}:{}".format(*STEPS_OF.get(name, STEPS))}
-        script = command(job, "--custom_data", "true", *options, "--output_dir", f"{folder}/out")
+        script = command(job, "--custom_data", "true", *options, *more, "--output_dir", f"{folder}/out")
         env = environment(**rehearsal.environment(gpus, **counting))
         done = subprocess.run(script, env=env, cwd=folder, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, f"{name}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

@@ -65,8 +65,8 @@ def replace_convolutions(torch):
 
 
 def believe_every_loss(losses):
-    look = losses.Losses.first_bad
-    losses.Losses.first_bad = lambda self: look(self) and None
+    look = losses.Unchecked.first_bad
+    losses.Unchecked.first_bad = lambda self: look(self) and None
 
 
 def count_everything_as_right(scores):
