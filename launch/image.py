@@ -27,6 +27,9 @@ COPY requirements.txt /tmp/requirements.txt
 RUN pip list --format=freeze | grep -iE '^(torch|torchvision|torch[-_]npu|numpy)==' > /tmp/keep.txt && \\
     pip install --no-cache-dir -r /tmp/requirements.txt {cache} -c /tmp/keep.txt
 
+# ma-user cannot write beside the packages: what is not compiled here would be compiled at each start.
+RUN python -m compileall -qq -j 0 "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
+
 ENV PYTHONUNBUFFERED=1
 USER ma-user
 WORKDIR /home/ma-user

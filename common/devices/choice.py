@@ -1,7 +1,9 @@
 """Choose the device of this process. If the requested device is missing, the error says what to do."""
 
 import argparse
+import contextlib
 import os
+import threading
 from collections.abc import Sequence
 from typing import Optional, Protocol
 
@@ -60,10 +62,25 @@ def choose(args: argparse.Namespace) -> torch.device:
         wrong = unknown_architecture(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
         if wrong:
             raise UserError(f"{torch.cuda.get_device_name(device)} is {wrong}; or give {TO_THE_CPU}")
+        _wake(device)
     if KINDS[name].queues:
         kinds.module().set_device(device)
     _choose_algorithms(KINDS[name], args.deterministic)
     return device
+
+
+def _wake(gpu: torch.device) -> None:
+    """Set the GPU up in a thread, which takes seconds, while this one imports what every optimizer of torch needs."""
+
+    def touch() -> None:
+        with contextlib.suppress(Exception):  # it comes again where the training uses the GPU
+            torch.zeros(1, device=gpu)
+
+    touching = threading.Thread(target=touch, name="waking the GPU", daemon=True)
+    touching.start()
+    with contextlib.suppress(Exception):  # the same
+        from torch import _dynamo  # noqa: F401
+    touching.join()
 
 
 def _limit_threads(here: Place) -> None:

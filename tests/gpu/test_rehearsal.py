@@ -53,6 +53,14 @@ def test_a_checkpoint_in_each_step_does_not_make_the_training_wait_for_the_gpu()
     assert [place for place in waits if place.startswith("MainThread")] == []
 
 
+def test_choosing_a_gpu_sets_it_up_and_imports_what_optimizers_need(tmp_path):
+    code = "from common import devices\nfrom jobs.train import cifar10, arguments\nimport sys, torch"
+    code += "\ndevices.choose(arguments.parse(cifar10.parser('')))"
+    code += "\nprint(torch.cuda.memory_reserved() > 0, 'torch._dynamo' in sys.modules)"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
+    assert rehearse(tmp_path, sys.executable, "-c", code, "--custom_data", "true").splitlines()[-1] == "True True"
+
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LOCAL = [sys.executable, "-m", "launch", "local", "--nodes", "2"]
 

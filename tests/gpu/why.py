@@ -75,6 +75,14 @@ began = time.perf_counter()
 torch.ones(1, device="cuda").item()
 print(f", the GPU's first operation {time.perf_counter() - began:.2f} s")
 """
+BOTH_AT_ONCE = """
+import time
+import torch
+from common.devices import choice
+began = time.perf_counter()
+choice._wake(torch.device("cuda", 0))
+print(f"torch._dynamo and the GPU's first operation {time.perf_counter() - began:.2f} s")
+"""
 
 
 def starts(row: Row) -> dict[str, str]:
@@ -84,6 +92,7 @@ def starts(row: Row) -> dict[str, str]:
     kept = {"PYTHONPYCACHEPREFIX": str(Path(row.folder, "bytecode")), "PYTHONDONTWRITEBYTECODE": ""}
     for name, environment in (("as it is", {}), ("bytecode written", kept), ("bytecode read", kept)):
         found[name] = row.python(IMPORTS, environment=environment).strip().splitlines()[-1]
+    found["at once, as the jobs do"] = row.python(BOTH_AT_ONCE).strip().splitlines()[-1]
     seconds = speed.measured(row, 3, 6, "train", *speed.CIFAR)["seconds to"]
     found["train.py, seconds after which it had"] = ", ".join(f"{name} {passed}" for name, passed in seconds.items())
     return found
