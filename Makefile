@@ -23,7 +23,7 @@ $(VENV)/ready: $(VENV)/jobs tests/requirements.txt
 
 .PHONY: run quick test rehearsal lint format chaos bench gpu engine mutants
 run: $(VENV)/jobs
-	GLIBC_TUNABLES=$${GLIBC_TUNABLES-$$($(BIN)/python -m common.machine.malloc)} $(BIN)/python jobs/train.py --custom_data true --epochs 6 --max_samples 2048 --batch_size 16 --width 16 --lr 0.002 --output_dir output_dir/run
+	$(BIN)/python jobs/train.py --custom_data true --epochs 6 --max_samples 2048 --batch_size 16 --width 16 --lr 0.002 --output_dir output_dir/run
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright

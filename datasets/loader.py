@@ -20,7 +20,6 @@ from common import devices, moments, progress
 from common.alive.stops import STOPS
 from common.devices.seeds import are_different, seeded_batch, states
 from common.errors import SampleError, TrainingFailed, UserError, is_of_the_system, one_line
-from common.machine import malloc
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
 THREAD_NAME = "batches ahead"  # name of the thread that makes them
@@ -253,7 +252,6 @@ def torch_batches(data_set: object, sampler: object, workers: int = 0, prefetch:
         from datasets.processes import worker_batches
 
         return worker_batches(HandsOnErrors(data_set, sampler), workers, prefetch, **how)
-    malloc.keep()
     return torch.utils.data.DataLoader(HandsOnErrors(data_set, sampler), **how)
 
 

@@ -23,7 +23,6 @@ from common.alive.stops import STOPS
 from common.devices.diagnosis import KILLED
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line
 from common.files import scratch_folder
-from common.machine import malloc
 
 SHARED_MEMORY = "/dev/shm"
 STOP_SECONDS = 1  # longest wait for workers to end when the job is told to stop
@@ -108,7 +107,6 @@ def _end_workers_of(reference: Callable[[], Any]) -> None:
 
 def begin_worker(_worker: int) -> None:
     """Prepare a worker process. It ignores the platform's stop signals, because it must live until the job has saved."""
-    malloc.keep()
     if has_little_shared_memory():  # with none left, a process would be killed (SIGBUS)
         ForkingPickler.register(torch.UntypedStorage, _within_the_message)
         collate_in_own_memory()

@@ -6,10 +6,11 @@
     --net small   81.08 % (80.94 to 81.19)    100 CPU-seconds of the EPYC (99 to 102), 3 runs
       before      80.68 % (80.57 to 80.80)     78 CPU-seconds of the Xeon (73 to 82), 3 runs
 
-One core, torch 2.15.0, JPEG-compressed images; "before" lacks the high rate of norms and biases and first filters from patches.
+One core, torch 2.15.0, JPEG-compressed images, glibc's settings of docs/speed.md; "before" lacks the high rate of norms and
+biases and first filters from patches.
 The recipe of the ModelArts sample takes the Xeon 1,426 CPU-seconds for one epoch; stopped after 557 it is at 20.6 %.
 
-    export GLIBC_TUNABLES=$(python -m common.machine.malloc) OMP_NUM_THREADS=1    on a CPU: one core, memory kept between steps
+    export OMP_NUM_THREADS=1                                                 on a CPU: one core
     python jobs/speedrun.py --runs 3 --data_url /data/cifar10                ResNet-18 to 80 % (on a GPU: to 94 %)
     python jobs/speedrun.py --runs 3 --data_url /data/cifar10 --net small    a network of 2 million parameters
 

@@ -29,7 +29,7 @@ from typing import IO, Any, Callable
 
 from common import arguments
 from common.errors import count
-from common.machine import cores, drivers, malloc
+from common.machine import cores, drivers
 from common.world.network import free_port
 from launch.options import missing_job, new_parser, split_words
 
@@ -117,7 +117,6 @@ def start(options: argparse.Namespace, node: int, card: int, port: int, secret: 
     workers = options.procs or options.cards or 1
     threads = cores.count() // (options.nodes * workers)  # all nodes share the cores of this machine
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, threads))
-    env.update(malloc.tuned(os.environ))
     if "ANYRANK_LAUNCHER" not in os.environ:
         env["ANYRANK_LAUNCHER"] = command(options)
     if "ANYRANK_SECRET_FILE" not in os.environ:

@@ -23,7 +23,7 @@ from common.alive.wire.channel import Go
 from common.alive.worker import Fault, Worker
 from common.errors import STOP_SIGNALS, one_line, report_failure
 from common.files import scratch_folder
-from common.machine import cores, malloc
+from common.machine import cores
 from common.world import World, naming, network
 
 KILLED_SECONDS = 10  # how long killed workers may take to end; a worker that the kernel blocks does not end
@@ -134,7 +134,7 @@ class Supervisor:
             "TORCHELASTIC_RUN_ID": here.job_id or "anyrank", world.PLATFORM: f"{here.platform}: {here.rule}",
             "TORCHELASTIC_RESTART_COUNT": str(here.restart_count + go["attempt"]),
             **network.interfaces(self.own_address()),
-            **malloc.tuned(os.environ), **self.for_workers,
+            **self.for_workers,
         }  # fmt: skip
 
     def own_address(self) -> str:

@@ -1,3 +1,3 @@
-"""This machine, without torch: its cores, its drivers, its memory, and a process of this project started on it."""
+"""This machine, without torch: its cores, its drivers, and a process of this project started on it."""
 
-__all__ = ["child", "cores", "drivers", "malloc"]
+__all__ = ["child", "cores", "drivers"]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Optional
 
 from common.errors import UserError
-from common.machine import malloc
 from common.machine.child import START_SECONDS, repository
 
 REACH_SECONDS = 2.0
@@ -50,11 +49,10 @@ def connect(head_address: str) -> "Cluster":
 
 
 def _prepare_our_own():
-    """Replace the RAY_ variables (loopback interface only, a new token); give workers our import path and settings of glibc."""
+    """Replace the RAY_ variables (loopback interface only, a new token); give workers our import path."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:  # settings of another cluster
         del os.environ[name]
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **LOOPBACK, **PATIENT, **EQUAL})
-    os.environ.update(malloc.tuned(os.environ))
     os.environ["PYTHONPATH"] = os.pathsep.join([repository(), *filter(None, sys.path)])
 
 

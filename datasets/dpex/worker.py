@@ -13,7 +13,6 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from common.machine import malloc
 from datasets.dpex.wire import Left, leave, pack, unpack
 from datasets.processes import collate_in_own_memory
 
@@ -33,7 +32,6 @@ class LoaderWorker:
         self._is_stream = self._is_collated = False
         self._left: dict[tuple[int, int], list] = {}  # {(epoch, number): a batch that the training process copies from here}
         torch.set_num_threads(1)
-        malloc.keep()
         collate_in_own_memory()
 
     def fetch(

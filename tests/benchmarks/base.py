@@ -7,7 +7,6 @@ Every figure is a ratio of two forms that took turns, several rounds, one thread
     (b) batches/s of our CIFAR loader against torchvision's CIFAR10 and DataLoader with the same augmentation
     (c) what a checkpoint costs the training, as a share of a step
     (d) seconds from process start to the first optimizer step, against a plain loop's
-    (e) a training step with the memory settings of common/machine/malloc.py, against one without, in float32 and bfloat16
 Prints the table that RESULTS.md keeps, with machine and date.
 """
 
@@ -29,7 +28,6 @@ from torch import nn
 
 from common.checkpoints.position import Position
 from common.checkpoints.saver import Saving
-from common.machine import malloc
 from common.models.resnet import resnet18
 from datasets import cifar10, cifar10_files, synthetic
 from datasets.sampler import EpochSampler
@@ -161,25 +159,6 @@ def first_step(rounds):
     return found
 
 
-STEPS = """
-import statistics, sys, torch
-from tests.benchmarks import base
-torch.set_num_threads(1)
-step = base.training_step(base.our_loader(*base.synthetic.cifar_like(512, "train"), 128), half="{dtype}" == "bfloat16")
-print(statistics.median(base.interleaved({{"steps": step}}, rounds=2, seconds=1)["steps"]))
-"""
-
-
-def memory(rounds, dtype):
-    """Seconds of a step in processes that were started with our memory settings and without."""
-    found, script = {"ours": [], "plain": []}, [sys.executable, "-c", STEPS.format(dtype=dtype)]
-    for _ in range(rounds):
-        for name, env in (("ours", {malloc.VARIABLE: malloc.text()}), ("plain", {})):
-            done = subprocess.run(script, cwd=ROOT, env=environment(**env), check=True, capture_output=True, text=True)
-            found[name].append(float(done.stdout))
-    return found
-
-
 def machine():
     name = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -241,15 +220,6 @@ def main():
     ours, plain = (statistics.median(values) for values in times.values())
     faster = ratio(times, "process start to first step", "a plain loop")
     print(f"| (d) process start to first optimizer step, s | {ours:.1f} | {plain:.1f} | {faster} |")
-
-    for dtype in ("float32", "bfloat16"):
-        times = memory(options.rounds, dtype)
-        ours, plain = (128 / statistics.median(values) for values in times.values())
-        faster = ratio(times, f"training step, {dtype}, memory kept", "glibc's own settings")
-        print(
-            f"| (e) training step with our memory settings, {dtype}, images/s | {ours:.1f} | {plain:.1f} | {faster} |",
-            flush=True,
-        )
 
 
 if __name__ == "__main__":

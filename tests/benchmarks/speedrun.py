@@ -4,7 +4,6 @@
 
 In every round each network of speedrun.py is trained once as a whole job, with another seed, and the sample's recipe (Adam 0.01, 128
 images a step, float32, no augmentation) goes on for its share of the seconds that ResNet-18 took: at the end it has had as many as one run.
-Ours are started with the memory settings of common/machine/malloc.py, the sample's recipe as users start it: without.
 """
 
 import argparse
@@ -19,7 +18,6 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from common.machine import malloc
 from common.models.resnet import resnet18
 from datasets import cifar10_files
 from tests.benchmarks import rows
@@ -67,8 +65,7 @@ def job(net, seed, data, folder):
     """(CPU-seconds, accuracy)"""
     words = ["--net", net, "--target", TARGET, "--seed", seed, "--enable_gpu", "false"]
     words += ["--data_url", data, "--output_dir", folder / net]
-    env = environment(GLIBC_TUNABLES=malloc.text())
-    subprocess.run(command("speedrun", *words), cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command("speedrun", *words), cwd=folder, env=environment(), check=True, stdout=subprocess.DEVNULL)
     row = json.loads((folder / net / "runs.jsonl").read_text().splitlines()[-1])
     return row["seconds"], row["accuracy"]
 
