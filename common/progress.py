@@ -106,6 +106,26 @@ class Progress:
         self.close()
 
 
+class Waiting:
+    """A wait, of which a log shows a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._told = self._began
+
+    @property
+    def seconds(self) -> float:
+        return max(time.monotonic() - self._began, 1e-3)
+
+    def takes_line(self) -> bool:
+        """Return whether a line is due now; then the next one is, ten seconds later."""
+        now = time.monotonic()
+        is_due = now - self._told >= LINE_SECONDS
+        if is_due:
+            self._told = now
+        return is_due
+
+
 def _of(done: int, total: Optional[int]) -> str:
     return str(done) if total is None else f"{done} of {total}"
 

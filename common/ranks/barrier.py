@@ -13,9 +13,10 @@ import torch
 
 from common.alive import heartbeat
 from common.errors import TrainingFailed, UserError, one_line
+from common.progress import Waiting
 from common.ranks.collectives import GROUP, broadcast, rank_and_size
 
-POLL_SECONDS, LINE_SECONDS = 0.1, 10
+POLL_SECONDS = 0.1
 
 
 def on_every_rank(what: str, work: Callable[[], Any]) -> Any:
@@ -81,7 +82,9 @@ class Board:
     def wait(self, world_size: int) -> None:
         """Wait until all ranks are ready; raise an error if one fails. Rank 0 prints which rank it waits for."""
         self._store.add(self._key("ready", self._rank), 1)
-        told, looks, pulse = time.monotonic(), 0, heartbeat.of_this_process()
+        waiting = Waiting()
+        pulse = heartbeat.of_this_process()
+        looks = 0
         for key in [("ready", rank) for rank in range(1, world_size)] if self._rank == 0 else [("all",)]:
             while not self._count(*key):
                 if self._count("failed"):
@@ -90,8 +93,7 @@ class Board:
                     raise kind(f"no {self._what}: {failure['text']}")
                 looks += 1
                 pulse.set("fetch", looks)  # a rank that waits is not stuck
-                if time.monotonic() - told > LINE_SECONDS and self._rank == 0:
-                    told = time.monotonic()
+                if self._rank == 0 and waiting.takes_line():
                     print(f"waiting for rank {key[-1]} to have its {self._what}", flush=True)
                 time.sleep(max(POLL_SECONDS, world_size / 2560))  # all ranks ask one store
         self._store.add(self._key("all"), 1)

@@ -16,6 +16,7 @@ from torch import distributed
 
 from common.alive.wire import channel
 from common.errors import UserError, one_line
+from common.progress import Waiting
 from common.ranks.collectives import GROUP
 from common.world import World, naming
 
@@ -45,12 +46,12 @@ def meet(here: World, store: Any, seconds: float) -> list[int]:
     def those_missing():
         return [rank for rank in range(1, here.world_size) if not store.add(f"{CAME}/{rank}", 0)]
 
-    begun = told = time.monotonic()
+    waiting = Waiting()
     for rank in range(1, here.world_size):
-        while not store.add(f"{CAME}/{rank}", 0) and (now := time.monotonic()) - begun <= seconds:
-            if now - told > channel.WAITING_LINE_SECONDS:
-                told = now
-                print(f"waiting for {naming.describe_ranks(those_missing() or [rank])}, {now - begun:.0f} s", flush=True)
+        while not store.add(f"{CAME}/{rank}", 0) and waiting.seconds <= seconds:
+            if waiting.takes_line():
+                missing = naming.describe_ranks(those_missing() or [rank])
+                print(f"waiting for {missing}, {waiting.seconds:.0f} s", flush=True)
             time.sleep(POLL_SECONDS)
     missing = those_missing()
     store.set(ALL, json.dumps(missing))

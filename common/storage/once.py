@@ -17,7 +17,7 @@ from typing import Any, Callable
 from common.alive import heartbeat
 from common.errors import TrainingFailed, UserError, naming_what_is_in_the_way, one_line
 from common.files import refuse_link
-from common.progress import LINE_SECONDS, TELL_SECONDS
+from common.progress import TELL_SECONDS, Waiting
 from common.secrets import mask
 
 POLL_SECONDS = 0.1
@@ -142,12 +142,11 @@ def _lockable(path: str) -> int:
 
 def _wait(lease: Lease, file: int, path: str, began: float) -> dict[str, Any]:
     """Wait for the lease and take it. Return the last owner's note if it is newer than `began` (time.monotonic), else {}."""
-    printed = time.monotonic()
+    waiting = Waiting()
     while not _lock(file, fcntl.LOCK_EX):
         note = _read(file)
         lease.pulse.set("fetch", int(note.get("at", 0)))  # so this process counts as stuck only if the owner is
-        if time.monotonic() - printed > LINE_SECONDS:
-            printed = time.monotonic()
+        if waiting.takes_line():
             print(f"waiting for another process of this node: {one_line(note.get('text', path))}", flush=True)
         time.sleep(POLL_SECONDS)
     note = _read(file)

@@ -13,7 +13,7 @@ from typing import Callable, Union
 from common.alive.patience import Patience
 from common.errors import UserError, count, one_line
 from common.files import MIB, contents, write_atomically
-from common.progress import LINE_SECONDS
+from common.progress import Waiting
 from common.storage import listing, once
 from common.storage.bucket import Bucket, Item
 from common.storage.index import Index
@@ -268,17 +268,16 @@ class _Progress:
         self._url = url
         self._shards = shards
         self._state = state
-        self._began = time.monotonic()
-        self._reported = self._began
+        self._waiting = Waiting()
 
     def report_if_due(self) -> None:
-        now = time.monotonic()
-        kept = [shard for shard in self._shards if not shard.passes]
-        if now - self._reported <= LINE_SECONDS or all(shard.is_whole for shard in kept):
+        if not self._waiting.takes_line():
             return
-        self._reported = now
+        kept = [shard for shard in self._shards if not shard.passes]
+        if all(shard.is_whole for shard in kept):
+            return
         ahead, in_turn, on_disk = self._state.arrived.tolist()
-        rate = max(1, ahead + in_turn) / (now - self._began)
+        rate = max(1, ahead + in_turn) / self._waiting.seconds
         whole = sum(shard.is_whole for shard in kept)
         line = f"{whole} of {count(len(kept), 'shard')}, {rate / MIB:.1f} MiB/s"
         if len(kept) == len(self._shards):  # else some come again in each epoch, and there is no end to tell

@@ -7,7 +7,7 @@ import pytest
 
 from common import progress
 from common.files import MIB
-from common.progress import Progress
+from common.progress import Progress, Waiting
 
 
 @pytest.fixture
@@ -102,3 +102,13 @@ def test_threads_may_add_at_the_same_time(log):
 
 def test_a_url_cannot_forge_a_line(log):
     assert Progress("fetching s3://a\nerror: all is lost", unit="objects").text().count("\n") == 0
+
+
+def test_a_wait_takes_a_line_every_ten_seconds(clock):
+    waiting = Waiting()
+    taken = []
+    for _ in range(25):
+        clock[0] += 1
+        if waiting.takes_line():
+            taken.append(waiting.seconds)
+    assert taken == [10, 20]

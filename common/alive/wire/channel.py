@@ -14,11 +14,11 @@ from typing import Any, Callable, Optional, TypedDict
 
 from common.alive.wire import messages, secret
 from common.errors import UserError, one_line
+from common.progress import Waiting
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 5.0  # without a message from a node for this long, it or the network is lost
 ANSWER_SECONDS = 4.0  # for an answer to the first messages, which another program on the port does not give
-WAITING_LINE_SECONDS = 10
 ATTEMPTS = 5  # to join, if node 0 closes the connection before the proof
 LONGEST_MESSAGE, LONGEST_PROOF = 1 << 20, 4096
 NOT_OURS = "it sends no messages of this program"
@@ -163,19 +163,17 @@ def port_is_closed(address: str, port: int) -> bool:
 
 def connect(address: str, port: int, seconds: float, say: Callable) -> socket.socket:
     """Return a socket to node 0. Try until its port answers, or raise UserError after `seconds`; `say` logs the wait."""
-    begun, node_0 = time.monotonic(), f"node 0 at {address}:{port}"
-    told = begun
+    node_0 = f"node 0 at {address}:{port}"
+    waiting = Waiting()
     while True:
         try:
             return socket.create_connection((address, port), timeout=SILENCE_SECONDS)
         except OSError as error:  # the name may not resolve yet, or the program not run yet
-            now = time.monotonic()
-            if now - begun >= seconds:
+            if waiting.seconds >= seconds:
                 start = "see that the job has been started there, too, and that this port is open"
                 raise UserError(f"{node_0} did not answer within {seconds:.0f} s: {one_line(error)}; {start}") from None
-            if now - told >= WAITING_LINE_SECONDS:
-                told = now
-                say(f"waiting for {node_0}, {now - begun:.0f} s: {one_line(error)}")
+            if waiting.takes_line():
+                say(f"waiting for {node_0}, {waiting.seconds:.0f} s: {one_line(error)}")
             time.sleep(0.2)
 
 

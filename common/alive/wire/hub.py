@@ -13,7 +13,7 @@ import socket
 import time
 from typing import Any, Callable, Optional
 
-from common.alive.wire import channel, secret
+from common.alive.wire import secret
 from common.alive.wire.channel import (
     BEAT_SECONDS,
     NOT_OURS,
@@ -26,6 +26,7 @@ from common.alive.wire.channel import (
 )
 from common.alive.wire.messages import HELLO, PROOF
 from common.errors import UserError, count, one_line
+from common.progress import Waiting
 from common.world import naming, network
 
 STRANGERS = 64  # connections that may wait without a proof, in addition to one for each node that is missing
@@ -70,7 +71,8 @@ class Hub:
     def meet(self, seconds: float) -> None:
         """Wait until every node has joined; after `seconds`, raise a UserError that names the missing nodes."""
         nodes = self._hello["nodes"]
-        begun = told = beaten = time.monotonic()
+        waiting = Waiting()
+        beaten = time.monotonic()
         while len(self.connections) < nodes - 1:
             for node, message in self.poll(BEAT_SECONDS):
                 if message is None:
@@ -82,10 +84,9 @@ class Hub:
                 self.send(beat=True)
             if len(self.connections) == nodes - 1:
                 break
-            if now - told >= channel.WAITING_LINE_SECONDS:
-                told = now
-                self._say(f"waiting for {self._missing()}, {now - begun:.0f} s")
-            if now - begun >= seconds:
+            if waiting.takes_line():
+                self._say(f"waiting for {self._missing()}, {waiting.seconds:.0f} s")
+            if waiting.seconds >= seconds:
                 self._refuse_all(f"{self._missing()} did not come within {seconds:.0f} s")
         self._complete = True
 

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from torch import distributed
 
+from common import progress
 from common.errors import UserError
 from common.ranks import barrier, collectives, store
 from common.ranks.barrier import Board
@@ -98,7 +99,7 @@ def test_nobody_waits_for_one_that_has_failed(monkeypatch):
 
 
 def test_one_that_comes_soon_is_not_spoken_of(stores, naps, at, capsys):
-    at([0.0], barrier)  # no second passes
+    at([0.0], progress)  # no second passes
 
     def work(board, rank):
         if rank == 7:
@@ -125,7 +126,7 @@ def test_a_port_that_another_program_has_is_named_by_rank_0(monkeypatch):
 @pytest.mark.parametrize("late", [0, 7])
 def test_one_that_takes_long_is_waited_for_and_rank_0_names_it(stores, naps, monkeypatch, late):
     said, alive = [], []
-    monkeypatch.setattr(barrier, "LINE_SECONDS", -1.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     monkeypatch.setattr(barrier, "print", lambda text, **_: said.append(text), raising=False)
     monkeypatch.setattr(barrier.heartbeat.of_this_process(), "set", lambda phase, looks: alive.append(phase))
 

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from common import storage
+from common import progress, storage
 from common.alive import heartbeat
 from common.errors import TrainingFailed, UserError
 from common.storage import once
@@ -243,8 +243,8 @@ def test_those_who_wait_for_the_same_end_with_its_error_and_do_not_try_it_again(
 
 
 def test_those_who_wait_and_the_watcher_see_how_far_it_is(tmp_path, monkeypatch, capfd):
-    for seconds in ("TELL_SECONDS", "LINE_SECONDS"):
-        monkeypatch.setattr(once, seconds, -1.0)
+    monkeypatch.setattr(once, "TELL_SECONDS", -1.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     path, printed = str(tmp_path / "x"), []
     other = threading.Thread(target=once.once_per_node, args=(path, lambda _: None))
 

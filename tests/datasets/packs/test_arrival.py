@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import report, storage
+from common import progress, report, storage
 from common.address import local_folder
 from common.alive import heartbeat, patience
 from common.errors import TrainingFailed, UserError
@@ -109,7 +109,7 @@ def test_each_sample_is_read_before_its_shard_is_whole_and_each_byte_comes_once(
 
 @pytest.mark.parametrize("form", in_rehearsal(FORMS, lambda form: form == "original"))
 def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, at, monkeypatch, form, capsys):
-    monkeypatch.setattr(fetcher, "LINE_SECONDS", 0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     folder, url = packs[form]
     parts = arrival.begin(url, ["train", "val"], "input_dir", starts=False)
     state = State(parts[0].arrival.path, parts[0].arrival.samples)

@@ -14,6 +14,7 @@ import types
 
 import pytest
 
+from common import progress
 from common.alive.wire import channel, hub, secret
 from common.errors import UserError
 from common.ranks import store
@@ -360,7 +361,7 @@ def test_a_node_that_had_to_make_room_before_its_proof_comes_again():
 
 
 def test_who_is_missing_is_said_every_ten_seconds(at, monkeypatch):
-    clock, said = at([0.0], hub), []
+    clock, said = at([0.0], hub, progress), []
 
     def nobody_comes(_, seconds):
         clock[0] += seconds
@@ -376,11 +377,11 @@ def test_who_is_missing_is_said_every_ten_seconds(at, monkeypatch):
 
 
 def test_who_comes_at_the_last_moment_is_not_said_to_be_missing(at, monkeypatch):
-    clock, said = at([0.0], hub), []
+    clock, said = at([0.0], hub, progress), []
 
     def comes(self, seconds):
         clock[0] += seconds
-        if clock[0] >= channel.WAITING_LINE_SECONDS:
+        if clock[0] >= progress.LINE_SECONDS:
             self.connections[1] = types.SimpleNamespace(tell=lambda **_: None, close=lambda: None)
         return []
 
