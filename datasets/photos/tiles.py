@@ -5,6 +5,7 @@ them. Here the tiles that a window touches are joined to a small JPEG. The table
 and of each row of tiles, so that only the rows that are read are checked.
 """
 
+import contextlib
 import shutil
 import struct
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 
 from common.errors import UserError
 from datasets.crc import crc32
+from datasets.photos import jpeg
 
 TILE_COLUMNS = 4  # width of a tile in MCUs (blocks coded together): wide enough for a small file, narrow enough for a window
 NAME = b"anyrank tiles\0"
@@ -107,21 +109,15 @@ def _table(made: bytes, there: Any, columns: int) -> Optional[bytes]:
 
 
 def layout(content: bytes) -> Layout:
-    """Find the frame header, the coded data and the sizes in a JPEG; raise NotTiled if it is of an unusual kind."""
-    at, frame = 2, None
-    try:
-        while content[at] == 0xFF:
-            kind, length = content[at + 1], int.from_bytes(content[at + 2 : at + 4], "big")
-            if kind == 0xFF:  # a fill byte
-                at += 1
-                continue
+    """Find the frame header, the coded data and the sizes in a JPEG; raise NotTiled if it is of an unusual kind, or damaged."""
+    frame = None
+    with contextlib.suppress(EOFError, IndexError, struct.error):
+        for kind, at in jpeg.segments(content):
             if kind in SOF:
                 frame = at
-            if kind == 0xDA and frame:
+            if kind == jpeg.START_OF_SCAN and frame:
+                length = int.from_bytes(content[at + 2 : at + 4], "big")
                 return _of_frame(content, frame, at + 2 + length)
-            at += 2 + length
-    except (IndexError, struct.error):
-        pass
     raise NotTiled("it is no JPEG of a usual kind")
 
 

@@ -26,7 +26,7 @@ from common.progress import Progress, say
 from common.storage import once
 from datasets import digests
 from datasets.crc import crc32
-from datasets.photos import files, remarks
+from datasets.photos import files, jpeg, remarks
 
 if TYPE_CHECKING:
     from datasets.photos.decode import Content
@@ -260,42 +260,34 @@ def judge_open(file: IO[bytes], name: str) -> Verdict:
     return verdict
 
 
-def _judge_jpeg(file: Any, head: Any, tail: Any) -> Verdict:
+def _judge_jpeg(file: IO[bytes], head: bytearray, tail: bytes) -> Verdict:
     """Walk the segments up to the data, and look for the end marker near the file's end. Return a reason if it is damaged;
     SPECIAL, for Pillow alone, if it has 4 components, not 8 bits, or stray bytes between segments."""
-    at, frame, odd = 2, None, False
-    while True:
-        if at + 10 > len(head):  # of a frame header, or of any other segment as much as there is
-            file.seek(len(head))
-            more = file.read(HEAD)
-            if not more or len(head) > MOST_HEADER:
+    frame = None
+    is_odd = False
+
+    def more(size: int) -> bytes:
+        file.seek(size)
+        return file.read(HEAD) if size <= MOST_HEADER else b""
+
+    try:
+        for kind, at in jpeg.segments(head, more):
+            if kind == jpeg.NO_MARKER and frame is None:
                 return "damaged header"
-            head += more
-            continue
-        if head[at] != 0xFF:
-            if frame is None:
-                return "damaged header"
-            odd = True
-            break
-        kind = head[at + 1]
-        if kind == 0xFF:  # fill
-            at += 1
-            continue
-        if kind < 0xC0 or 0xD0 <= kind <= 0xD8:  # not the marker of a segment
-            odd = True
-            if frame:
-                break
-        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
-            frame = struct.unpack(">BHHB", head[at + 4 : at + 10])
-        if kind in (0xD9, 0xDA):
-            break
-        at += 2 + struct.unpack(">H", head[at + 2 : at + 4])[0]
+            if kind < 0xC0 or 0xD0 <= kind <= 0xD8:  # not the marker of a segment
+                is_odd = True
+                if frame:
+                    break
+            if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
+                frame = struct.unpack(">BHHB", head[at + 4 : at + 10])
+    except EOFError:
+        return "damaged header"
     bits, height, width, components = frame or (0, 0, 0, 0)
     if not width or not height or components not in (1, 3, 4):
         return "damaged header"
     if b"\xff\xd9" not in tail:
         return "cut off"
-    return (GOOD if bits == 8 and components != 4 and not odd else SPECIAL), width, height
+    return (GOOD if bits == 8 and components != 4 and not is_odd else SPECIAL), width, height
 
 
 def _judge_png(head: bytes, tail: bytes) -> Verdict:
