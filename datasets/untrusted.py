@@ -19,13 +19,14 @@ import zipfile
 import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Optional
+from typing import Any, BinaryIO, Callable, ClassVar, Optional
 
 import numpy as np
 
 from common.address import is_fetchable_name
 from common.errors import TrainingFailed, UserError, is_of_the_system, one_line
 from common.files import MIB, open_regular
+from common.weights.unpickler import PlainUnpickler, opcodes
 
 NOTE = ".archive.json"  # file in an unpacked folder that identifies its archive
 BLOCK = tarfile.BLOCKSIZE
@@ -252,30 +253,19 @@ def _dtype(name: object, *_flags: object) -> _Dtype:
     return _Dtype()
 
 
-class _BatchUnpickler(pickle._Unpickler):
-    """Accepts only the opcodes and names that the original batches use. It is written in Python and keeps its memo in a dict;
-    the unpickler in C allocates memory up to the largest memo index in the file."""
+class _BatchUnpickler(PlainUnpickler):
+    """Accepts only the opcodes and names that the original batches use."""
 
-    _OPCODES = [
-        pickle.PROTO, pickle.STOP, pickle.MARK, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS,
-        pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1,
-        pickle.TUPLE2, pickle.TUPLE3, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1,
-        pickle.BININT2, pickle.BINSTRING, pickle.SHORT_BINSTRING, pickle.BINPUT, pickle.LONG_BINPUT,
-        pickle.BINGET, pickle.LONG_BINGET, pickle.GLOBAL, pickle.REDUCE, pickle.BUILD,
-    ]  # fmt: skip
-    dispatch = {opcode[0]: pickle._Unpickler.dispatch[opcode[0]] for opcode in _OPCODES}
-
-    _NAMES = {
+    allowed = {
         ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
         ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
         ("numpy", "ndarray"): None,
         ("numpy", "dtype"): _dtype,
     }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._NAMES:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return self._NAMES[module, name]
+    dispatch: ClassVar[Any] = {
+        **PlainUnpickler.dispatch,
+        **opcodes(pickle.SETITEM, pickle.SETITEMS, pickle.APPEND, pickle.APPENDS, pickle.REDUCE, pickle.BUILD),
+    }
 
 
 def read_batch(path: str) -> tuple[np.ndarray, np.ndarray]:

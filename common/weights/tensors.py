@@ -14,12 +14,13 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
-from typing import Any, BinaryIO, Callable
+from typing import Any, BinaryIO, Callable, ClassVar
 
 import numpy as np
 import torch
 
 from common.weights.plain import TYPES, Refused, check, is_key
+from common.weights.unpickler import PlainUnpickler, opcodes
 
 LONGEST_PICKLE = 64 << 20  # bytes
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # at the beginning of a file in the form before torch 1.6
@@ -239,21 +240,12 @@ FUNCTIONS = {
 NAMES = {**FUNCTIONS, **{("torch", name): kind for name, kind in TYPES.items()}}
 
 
-class Unpickler(pickle._Unpickler):
-    """Accepts only the opcodes that torch.save writes, and only on the types for which they are meant.
-
-    It extends the unpickler that is written in Python: the memo of the C version takes memory up to any index in a file.
-    """
+class Unpickler(PlainUnpickler):
+    """Accepts only the opcodes that torch.save writes, and only on the types for which they are meant."""
 
     stack: list
     pop_mark: Callable[[], list]
-    _OPCODES = [
-        pickle.PROTO, pickle.STOP, pickle.MARK, pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.TUPLE,
-        pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT,
-        pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.BINSTRING,
-        pickle.SHORT_BINSTRING, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET, pickle.GLOBAL,
-        pickle.BINPERSID,
-    ]  # fmt: skip
+    allowed = NAMES
 
     def __init__(self, file: BinaryIO, storage: Storage):
         super().__init__(file)
@@ -264,13 +256,10 @@ class Unpickler(pickle._Unpickler):
             return super().load()
         except KeyError as error:
             raise Refused(f"it has opcode {error}: it is no pickle of protocol 2, with which torch.save writes") from None
+        except pickle.UnpicklingError as error:
+            raise Refused(str(error)) from None
         except (EOFError, IndexError):
             raise Refused("it ends too early, or is no pickle") from None
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in NAMES:
-            raise Refused(f"it asks for {module[:80]}.{name[:80]}")
-        return NAMES[module, name]
 
     def persistent_load(self, pid: object) -> _Storage:
         if type(pid) is not tuple or len(pid) not in (5, 6) or any(view is not None for view in pid[5:]):
@@ -323,9 +312,9 @@ class Unpickler(pickle._Unpickler):
         self.stack.pop()
         self._of(self.stack[-1], collections.OrderedDict)
 
-    _dispatch: Any = {
-        **{opcode[0]: pickle._Unpickler.dispatch[opcode[0]] for opcode in _OPCODES},
+    dispatch: ClassVar[Any] = {
+        **PlainUnpickler.dispatch,
+        **opcodes(pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.BINPERSID),
         pickle.APPEND[0]: _append, pickle.APPENDS[0]: _appends, pickle.SETITEM[0]: _setitem, pickle.SETITEMS[0]: _setitems,
         pickle.REDUCE[0]: _reduce, pickle.NEWOBJ[0]: _reduce, pickle.BUILD[0]: _build,
     }  # fmt: skip
-    dispatch = _dispatch
