@@ -1,6 +1,7 @@
-"""Start a module of this project as another Python process."""
+"""A module of this project as another Python process, and where it finds the project."""
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -8,17 +9,50 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Callable, Optional
 
 START_SECONDS = 120  # a process, such as one that uses Ray, may take this long to start
 
 
-def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Popen:
-    """Run the module's main(*arguments) in a new process and session, which Ctrl-C does not reach. `options`: for Popen."""
-    code = f"import sys; sys.path[:] = {json.dumps([repository(), *map(os.path.abspath, sys.path)])}; "
-    code += f"from {module} import main; main(*sys.argv[1:])"
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], start_new_session=True, **options)
+class Child(subprocess.Popen):
+    """A module of this project that runs as another process, in a session of its own, which Ctrl-C does not reach.
+
+    Lines of text go there by tell(), and come from there to hear() or `stdout`.
+    """
+
+    stdin: IO[str]
+    stdout: IO[str]
+
+    def __init__(self, module: str, *arguments: str, env: Optional[Mapping[str, str]] = None) -> None:
+        """Run the module's main(*arguments). `env`: in place of this process's variables."""
+        code = f"import sys; sys.path[:] = {json.dumps([repository(), *map(os.path.abspath, sys.path)])}; "
+        code += f"from {module} import main; main(*sys.argv[1:])"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        super().__init__([sys.executable, "-c", code, *arguments], start_new_session=True, env=env, **pipes)
+
+    def tell(self, line: str) -> None:
+        """Send a line, unless the process has ended. Not after end_input()."""
+        with contextlib.suppress(OSError):
+            self.stdin.write(f"{line}\n")
+            self.stdin.flush()
+
+    def end_input(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self.stdin.close()
+
+    def hear(self, said: Callable[[str], None], name: str) -> threading.Thread:
+        """Call said(line) with each line that comes, in a thread of this name."""
+
+        def listen() -> None:
+            for line in self.stdout:
+                said(line.rstrip("\n"))
+
+        thread = threading.Thread(target=listen, name=name, daemon=True)
+        thread.start()
+        return thread
 
 
 @functools.lru_cache(maxsize=1)

@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from typing import Any, Optional
 
 from common.errors import UserError, one_line
-from common.machine.child import START_SECONDS, repository, start_python
+from common.machine.child import START_SECONDS, Child, repository
 from datasets.dpex import bridge as bridge_process
 from datasets.dpex.wire import copy, memory_of, pack, receive, send, source_packages, unpack
 
@@ -44,8 +44,7 @@ def bridge(head_address: str) -> "Bridge":
 
 class Bridge:
     def __init__(self, head_address: str):
-        words = [bridge_process.__name__, head_address or "local"]
-        self.process = start_python(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = Child(bridge_process.__name__, head_address or "local")
         self.address, self._socket = "the Ray cluster", None
         self.lost: Optional[str] = None  # why the cluster is lost, once it is
         self.failed = self._warned = False  # failed: it did not start
@@ -67,9 +66,8 @@ class Bridge:
     def _wait_until_ready(self):
         overdue = threading.Timer(2 * START_SECONDS, self.process.kill)
         overdue.start()
-        output: Any = self.process.stdout
         try:
-            word, _, rest = output.readline().rstrip("\n").partition(" ")
+            word, _, rest = self.process.stdout.readline().rstrip("\n").partition(" ")
         finally:
             overdue.cancel()
         if word != "ready":
@@ -98,21 +96,18 @@ class Bridge:
             warnings.warn(f"the Ray cluster is lost: {reason}; batches are made on this machine from here on", stacklevel=2)
 
 
-def _end(process: subprocess.Popen, owner: int) -> None:
+def _end(process: Child, owner: int) -> None:
     """End the bridge, unless this is a fork of its owner, the training process."""
     if os.getpid() != owner:
         return
-    to_bridge: Any = process.stdin
-    from_bridge: Any = process.stdout
-    with contextlib.suppress(OSError):
-        to_bridge.write("end\n")
-        to_bridge.close()
+    process.tell("end")
+    process.end_input()
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    from_bridge.close()
+    process.stdout.close()
 
 
 class Workers:

@@ -12,11 +12,9 @@ import functools
 import json
 import multiprocessing
 import os
-import subprocess
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Callable, Optional, TextIO
+from typing import Any, Callable, Optional
 
 import numpy as np
 
@@ -25,7 +23,7 @@ from common.address import is_address, is_bucket, local_folder
 from common.alive import heartbeat, patience
 from common.errors import TrainingFailed, UserError, one_line
 from common.files import MIB, contents
-from common.machine.child import START_SECONDS, start_python
+from common.machine.child import START_SECONDS, Child
 from common.storage import once
 from datasets.packs import packed, process, shards
 from datasets.packs.process import GAP_SECONDS
@@ -225,8 +223,8 @@ def begin(url: str, names: Sequence[str], inputs: str, starts: bool, keeps: bool
         packed.forget_open_files()
         if note_for_fetcher:
             _forget_earlier_start(path, state)
-            note_for_fetcher(path, samples, keeps, *indexes)
             moments.listen(_Arrived(state))
+            note_for_fetcher(path, samples, keeps, *indexes)
     arrives = Arrival(url, folder, path, samples, since)
     first_numbers = np.cumsum([0, *map(len, parts)]).tolist()
     return [dataclasses.replace(part, arrival=arrives, number=part.number + first) for part, first in zip(parts, first_numbers)]
@@ -250,21 +248,15 @@ def _forget_earlier_start(path: str, state: State) -> None:
 
 @contextlib.contextmanager
 def _fetching(url: str, folder: str) -> Iterator[Callable[..., object]]:
-    """Start a process that fetches, and yield a function that notes what it shall fetch.
-
-    The note is sent when the context ends; if there is none, the process ends then.
-    """
+    """Start a process that fetches, and yield a function that tells it what. If told nothing, it ends with the context."""
     job = str(os.getpid())
     node = os.environ.get(heartbeat.PARENT, job)  # the parent of the ranks of a node, if there is one
-    pipe = subprocess.PIPE
-    child = start_python(process.__name__, job, node, url, folder, env=_without_pulse(), stdin=pipe, stdout=pipe, text=True)
-    threading.Thread(target=_repeat, args=(child.stdout,), name="what the fetcher says", daemon=True).start()
-    to_child: Any = child.stdin
+    child = Child(process.__name__, job, node, url, folder, env=_without_pulse())
+    child.hear(progress.say, "what the fetcher says")
     try:
-        yield lambda *order: to_child.write(json.dumps(order) + "\n")
+        yield lambda *order: child.tell(json.dumps(order))
     finally:
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which readers notice
-            to_child.close()
+        child.end_input()
 
 
 class _Arrived:
@@ -280,11 +272,6 @@ class _Arrived:
         new = np.zeros_like(arrived) if another_fetches else arrived - self._counted
         row.update((name, round(size / MIB, 3)) for name, size in zip(ARRIVED, new.tolist()))
         self._counted = arrived
-
-
-def _repeat(lines: TextIO) -> None:
-    for line in lines:
-        progress.say(line.rstrip("\n"))
 
 
 def _without_pulse() -> dict[str, str]:

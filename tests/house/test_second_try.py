@@ -66,5 +66,5 @@ def test_a_room_that_is_mistyped_is_named_and_runs_nothing():
 
 def test_a_folder_stands_for_its_files_and_another_folders_name_for_itself():
     names = {path.rpartition("/")[2] for path in files_in("tests/common/machine")}
-    assert names == {"test_cores.py", "test_drivers.py"}
+    assert names == {"test_child.py", "test_cores.py", "test_drivers.py"}
     assert [is_folder(word) for word in ("tests/common", "common", "tests/nothing")] == [True, False, False]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.machine.child import start_python
+from common.machine.child import Child
 from datasets.packs import arrival
 from launch.pack import command as pack
 from tests.tools.jobs import (
@@ -124,9 +124,7 @@ def reached(reachable, tmp_path, monkeypatch):
     """A folder of one's own, and no process left that fetches."""
     monkeypatch.chdir(tmp_path)
     started = []
-    monkeypatch.setattr(
-        arrival, "start_python", lambda *words, **how: started.append(start_python(*words, **how)) or started[-1]
-    )
+    monkeypatch.setattr(arrival, "Child", lambda *words, **how: started.append(Child(*words, **how)) or started[-1])
     yield started
     for process in started:
         process.kill()
@@ -192,9 +190,7 @@ def publish(folder, store, name):
 def fetchers(monkeypatch):
     """The processes that begin() has started."""
     started = []
-    monkeypatch.setattr(
-        arrival, "start_python", lambda *words, **how: started.append(start_python(*words, **how)) or started[-1]
-    )
+    monkeypatch.setattr(arrival, "Child", lambda *words, **how: started.append(Child(*words, **how)) or started[-1])
     yield started
     end(started)
 

@@ -1,16 +1,14 @@
 """--track: let a process of its own send what this run writes into its folder to MLflow, W&B or SwanLab (common/track)."""
 
 import argparse
-import contextlib
-import subprocess
+import functools
 import threading
 import time
-from typing import Any, TextIO
 
 import torch
 
 from common.alive.stops import STOPS
-from common.machine.child import start_python
+from common.machine.child import Child
 from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 from common.track import follow
@@ -22,20 +20,17 @@ class Tracker(Observer):
     def __init__(self, args: argparse.Namespace, _device: torch.device, side_files: SideFiles):
         self._tools, self._folder = args.track, args.output_dir
         self._side_files = side_files
-        self._started: dict[str, tuple[Any, threading.Thread]] = {}  # {tool: (process, thread that repeats what it says)}
+        self._started: dict[str, tuple[Child, threading.Thread]] = {}  # {tool: (process, thread that repeats what it says)}
         self._away: set[str] = set()  # tools that take no rows at present
 
     def began(self, _facts: Facts, **_: object) -> None:
         for tool in self._tools.split(",") if self._side_files.writes and not self._started else ():
-            child = start_python(follow.__name__, self._folder, tool, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            hears = threading.Thread(target=self._hear, args=(tool, child.stdout), name=f"what {tool} says", daemon=True)
-            hears.start()
-            self._started[tool] = child, hears
+            child = Child(follow.__name__, self._folder, tool)
+            self._started[tool] = child, child.hear(functools.partial(self._said, tool), f"what {tool} says")
 
-    def _hear(self, tool: str, lines: TextIO) -> None:
-        for line in lines:
-            self._away = self._away | {tool} if line.startswith("warning: ") else self._away - {tool}
-            self._side_files.say(line.rstrip())
+    def _said(self, tool: str, line: str) -> None:
+        self._away = self._away | {tool} if line.startswith("warning: ") else self._away - {tool}
+        self._side_files.say(line)
 
     def left(self, _facts: Facts, **_: object) -> None:
         self._end(STOP_SECONDS if STOPS.noted else END_SECONDS)
@@ -46,9 +41,7 @@ class Tracker(Observer):
     def _end(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for child, _ in self._started.values():
-            with contextlib.suppress(OSError):  # it has ended
-                child.stdin.write("end\n")
-                child.stdin.flush()
+            child.tell("end")
         for tool, (child, hears) in self._started.items():
             while child.poll() is None and tool not in self._away and time.monotonic() < deadline:
                 time.sleep(0.05)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common.machine.child import start_python
+from common.machine.child import Child
 from common.run.observers import tracker
 from common.run.side_files import SideFiles
 from common.track import follow, senders
@@ -245,11 +245,11 @@ def test_a_tracker_that_never_answers_is_left_at_the_end(tmp_path, monkeypatch, 
     started = []
 
     def stopped(*words, **how):
-        started.append(start_python(*words, **how))
+        started.append(Child(*words, **how))
         os.kill(started[0].pid, signal.SIGSTOP)
         return started[0]
 
-    monkeypatch.setattr(tracker, "start_python", stopped)
+    monkeypatch.setattr(tracker, "Child", stopped)
     files, facts = SideFiles(str(tmp_path)), observed.facts(tmp_path)
     one = tracker.Tracker(observed.options(tmp_path, track="mlflow"), None, files)
     one.began(facts, about={})

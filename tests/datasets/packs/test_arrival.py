@@ -454,9 +454,8 @@ def test_an_index_that_was_replaced_since_is_not_that_of_this_run(packs, at):
     state, index = State(part.arrival.path, part.arrival.samples), Path(packed.local_index(url, "train", "input_dir"))
     index.write_bytes(index.read_bytes() + b" ")
     words = [str(os.getpid()), "this node", url, part.arrival.folder]
-    child = arrival.start_python(process.__name__, *words, stdin=subprocess.PIPE, text=True)
-    with child.stdin as told:
-        told.write(json.dumps([part.arrival.path, part.arrival.samples, True, str(index)]) + "\n")
+    child = arrival.Child(process.__name__, *words)
+    child.tell(json.dumps([part.arrival.path, part.arrival.samples, True, str(index)]))
     wait_for(lambda: state.failure(0), None, "its end")
     assert str(state.failure(0)) == f"{url} has another index since this run began: start again"
     assert not state.failure(0, "another node") and state.failure(0, "this node") and not state.place.any()
