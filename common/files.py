@@ -181,6 +181,15 @@ def create(path: str) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "w+b")
 
 
+def write_at(file: int, content: Union[bytes, memoryview], place: int) -> None:
+    """Write all of the content to a file descriptor's file, from this place on."""
+    remaining = memoryview(content)
+    while remaining:
+        written = os.pwrite(file, remaining, place)
+        place += written
+        remaining = remaining[written:]
+
+
 def append(file: io.RawIOBase, content: Union[bytes, memoryview]) -> None:
     """Append all of the content; if that fails, cut the file back to its size before and raise the error."""
     size, left = file.seek(0, os.SEEK_END), memoryview(content)

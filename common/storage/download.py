@@ -16,10 +16,11 @@ from common.alive.patience import Patience, Say
 from common.errors import TrainingFailed, UserError, naming_what_is_in_the_way, of_a_file, one_line
 from common.files import create, refuse_link
 from common.progress import Progress, Tell
-from common.storage import etag, index, listing, obstore, ranges
+from common.storage import etag, index, listing, obstore
 from common.storage.bucket import THREADS, Bucket, ObjectChanged
 from common.storage.index import Index, Parts
 from common.storage.item import Item
+from common.storage.ranges import Ranges
 
 PART = 8 << 20  # bytes of one request; smaller objects are one part
 CHUNK = 1 << 20  # bytes that are received, written and hashed at a time: few enough for the processor's cache
@@ -91,9 +92,10 @@ class Transfer:
         self._index = known
         self._progress = progress
         index.notes(folder)
-        self._patience = Patience()
+        self._ranges = Ranges(bucket, Patience())
+        self._patience = self._ranges.patience
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
-        self._fast_reader = self._fast_parts = obstore.reader(bucket)
+        self._fast_reader = obstore.reader(bucket)  # of small objects
         self._folders: set[str] = set()  # that exist, and are not links out of the folder
         self._grown: list[tuple[str, Item]] = []  # objects that were small when they were listed, and are large now
         self.by_size = 0  # objects whose digest is not known, so that only their size was verified
@@ -219,16 +221,14 @@ class Transfer:
             self._progress.add(size=length, old=True)
             return None
 
-        def keep(place: int, piece: object) -> None:
+        def keep(place: int, piece: memoryview) -> None:
             if checksum:
                 checksum.update(piece)
             parts.write(place, piece)
 
-        if self._fast_parts and self._fast_parts.part(item, begin, length, keep):
-            self._patience.succeeded()
-        else:
-            self._fast_parts = checksum = None  # obstore has one time limit for a whole part, which a slow line exceeds
-            parts.write(begin, ranges.read_slowly(self._bucket, item, begin, length, self._patience))
+        if not self._ranges.stream(item, begin, length, keep):
+            checksum = None  # it may have some of the pieces already
+            parts.write(begin, self._ranges.read_slowly(item, begin, length))
         parts.record(number)
         self._progress.add(size=length)
         return checksum

@@ -10,11 +10,11 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Optional, Union
 
 from common.address import FETCHING, is_fetchable_name
 from common.errors import naming_what_is_in_the_way
-from common.files import create, refuse_link
+from common.files import create, refuse_link, write_at
 from common.storage.item import Item
 
 INDEX = "index.jsonl"
@@ -146,11 +146,8 @@ class Parts:
             begin += read
             yield buffer[:read]
 
-    def write(self, place: int, content: Any) -> None:
-        rest = memoryview(content)
-        while rest:
-            written = os.pwrite(self._file, rest, place)
-            rest, place = rest[written:], place + written
+    def write(self, place: int, content: Union[bytes, memoryview]) -> None:
+        write_at(self._file, content, place)
 
     def record(self, number: int) -> None:
         os.write(self._journal, b"%d\n" % number)

@@ -24,14 +24,14 @@ class Reader:
         except Exception:
             return None
 
-    def part(self, item: Item, begin: int, length: int, write: Callable[[int, Any], None]) -> bool:
+    def part(self, item: Item, begin: int, length: int, write: Callable[[int, memoryview], None]) -> bool:
         """Read a part and give it to `write(place, bytes)`, piece by piece. Return whether all of it came."""
         have = 0
         try:
             answer = self._get(item.key, options={"range": (begin, begin + length)})
             for piece in answer.stream(min_chunk_size=PIECE) if _is_of(answer, item) else ():
                 if have + len(piece) <= length:
-                    write(begin + have, piece)
+                    write(begin + have, memoryview(piece))
                 have += len(piece)
         except Exception:
             return False

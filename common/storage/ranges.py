@@ -1,7 +1,7 @@
 """Read parts of a bucket's objects: through obstore where it is installed, else boto3, which also says why a request failed."""
 
 import time
-from typing import Any
+from typing import Any, Callable
 
 from common.alive.patience import Patience
 from common.storage import obstore
@@ -15,9 +15,11 @@ class Ranges:
     """Reads parts, from any number of threads. Temporary errors are retried for `patience`; a refusal raises UserError."""
 
     def __init__(self, bucket: Bucket, patience: Patience) -> None:
-        self._bucket, self.patience = bucket, patience
+        self._bucket = bucket
+        self.patience = patience
         self._fast = obstore.reader(bucket)
-        self._slow_until, self._slow_seconds = 0.0, SLOW_SECONDS
+        self._slow_until = 0.0
+        self._slow_seconds = SLOW_SECONDS
 
     @property
     def threads(self) -> int:
@@ -27,27 +29,37 @@ class Ranges:
     def read(self, item: Item, begin: int, length: int) -> bytes:
         """Return a part of the object; ObjectChanged if there is another one under its key by now."""
         pieces: list[bytes] = []
-        if self._fast and time.monotonic() > self._slow_until:
-            if self._fast.part(item, begin, length, lambda _, piece: pieces.append(bytes(piece))):
-                self.patience.succeeded()
-                return b"".join(pieces)
-            if time.monotonic() > self._slow_until:  # it has one time limit for a whole part, which a slow line exceeds
-                self._slow_until = time.monotonic() + self._slow_seconds
-                self._slow_seconds *= 2
-        return read_slowly(self._bucket, item, begin, length, self.patience)
+        if self.stream(item, begin, length, lambda _, piece: pieces.append(bytes(piece))):
+            return b"".join(pieces)
+        return self.read_slowly(item, begin, length)
 
+    def stream(self, item: Item, begin: int, length: int, keep: Callable[[int, memoryview], None]) -> bool:
+        """Call keep(place, piece) with a part's pieces in order, by obstore. Return whether all came; else read_slowly() must.
 
-def read_slowly(bucket: Bucket, item: Item, begin: int, length: int, patience: Patience) -> bytes:
-    """Return a part of the object, read with boto3."""
+        It is left out for a while after a failure, as it has one time limit for a whole part, which a slow line exceeds.
+        """
+        if not self._fast or time.monotonic() <= self._slow_until:
+            return False
+        if self._fast.part(item, begin, length, keep):
+            self.patience.succeeded()
+            return True
+        if time.monotonic() > self._slow_until:  # no other thread has noticed it
+            self._slow_until = time.monotonic() + self._slow_seconds
+            self._slow_seconds *= 2
+        return False
 
-    def read(answer: Any) -> bytes:
-        whole = str(answer.get("ContentRange", "")).rpartition("/")[2]
-        if whole.isdigit() and int(whole) < begin + length:
-            raise ObjectChanged
-        if answer["ContentLength"] != length:
-            answer["Body"].close()
-            raise ConnectionError("the answer has another length than was asked for")
-        return answer["Body"].read()
+    def read_slowly(self, item: Item, begin: int, length: int) -> bytes:
+        """Return a part of the object, read with boto3."""
 
-    same = {"IfMatch": f'"{item.etag}"'} if item.etag else {}
-    return bucket.ask("get_object", item.key, patience, work=read, Range=f"bytes={begin}-{begin + length - 1}", **same)
+        def read(answer: Any) -> bytes:
+            whole = str(answer.get("ContentRange", "")).rpartition("/")[2]
+            if whole.isdigit() and int(whole) < begin + length:
+                raise ObjectChanged
+            if answer["ContentLength"] != length:
+                answer["Body"].close()
+                raise ConnectionError("the answer has another length than was asked for")
+            return answer["Body"].read()
+
+        same = {"IfMatch": f'"{item.etag}"'} if item.etag else {}
+        which = {"Range": f"bytes={begin}-{begin + length - 1}", **same}
+        return self._bucket.ask("get_object", item.key, self.patience, work=read, **which)

@@ -8,7 +8,7 @@ import os
 import threading
 from typing import Callable, Optional, Union
 
-from common.files import read_note, sha256, write_atomically
+from common.files import read_note, sha256, write_at, write_atomically
 from common.storage import index, once
 from common.storage.bucket import Item
 from common.storage.index import Index
@@ -47,11 +47,7 @@ class ShardFile:
         return os.pread(self.file, length, at)
 
     def write(self, content: Union[bytes, memoryview], at: int) -> None:
-        remaining = memoryview(content)
-        while remaining:
-            written = os.pwrite(self.file, remaining, at)
-            at += written
-            remaining = remaining[written:]
+        write_at(self.file, content, at)
 
 
 class ShardFolder:
