@@ -164,7 +164,7 @@ def run(options: argparse.Namespace) -> None:
     if options.verb != "display" and not any(cache.status().values()):
         raise TrainingFailed("no cache server answers: start one, or check --iplist and KSPEED_IPLIST")
     VERBS[options.verb][0](cache, options)
-    if failing_servers := cache.failing_servers():
+    if failing_servers := cache.servers.failing():
         raise TrainingFailed(
             f"no answer from {', '.join(map(name_of, failing_servers))}: start what is down, or leave it out of --iplist"
         )

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from datasets.kspeed.cache import SampleCache, name_of
+from datasets.kspeed.cache import SampleCache
 from datasets.kspeed.drop_in import KSpeedCallable, KSpeedFolder
-from datasets.kspeed.memcached import NOT_STORED, STORED, TOO_LARGE
 from datasets.kspeed.samples import through_cache
+from datasets.kspeed.servers import name_of
+from datasets.kspeed.values import NOT_STORED, STORED, TOO_LARGE
 
 __all__ = [
     "NOT_STORED", "STORED", "TOO_LARGE", "KSpeedCallable", "KSpeedFolder", "KSpeedImageFolder", "SampleCache", "name_of",

@@ -17,7 +17,7 @@ import numpy as np
 
 from common.errors import UserError, one_line
 from datasets.kspeed import samples
-from datasets.kspeed.cache import Servers
+from datasets.kspeed.servers import Addresses
 from datasets.photos import files, tree
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class KSpeedFolder:
         root: Union[str, Path],
         fileset: None = None,
         workers: int = 0,
-        iplist: Servers = None,
+        iplist: Addresses = None,
         user: Optional[str] = None,
         password: Optional[str] = None,
     ):
@@ -70,7 +70,7 @@ def image_folder() -> type:
             root: Union[str, Path],
             fileset: None = None,
             workers: int = 0,
-            iplist: Servers = None,
+            iplist: Addresses = None,
             user: Optional[str] = None,
             password: Optional[str] = None,
             transform: Optional[Callable] = None,
@@ -111,7 +111,7 @@ class KSpeedCallable(KSpeedFolder):
         batch_size: int,
         shard_id: int = 0,
         num_shards: int = 1,
-        iplist: Servers = None,
+        iplist: Addresses = None,
         user: Optional[str] = None,
         password: Optional[str] = None,
         max_megapixels: int = files.MEGAPIXELS,

@@ -14,39 +14,35 @@ module, and only inside a function, because pymemcache is an optional package.
 
 import functools
 import hashlib
-import hmac
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 from pymemcache.client.base import Client
 from pymemcache.client.hash import HashClient
 from pymemcache.client.rendezvous import RendezvousHash
 from pymemcache.exceptions import MemcacheClientError, MemcacheServerError
 
-from datasets.kspeed.memcached import (
-    END,
-    HEADER,
-    LARGEST,
-    LEFT_ALONE,
-    LOGIN,
-    NOT_STORED,
-    STORED,
-    TOO_LARGE,
-    CacheOfServers,
-    Network,
-    Unfit,
-)
+from datasets.kspeed.memcached import Network
+from datasets.kspeed.servers import LEFT_ALONE, LOGIN, Server, Servers, Unfit
+from datasets.kspeed.values import HEADER, LARGEST, NOT_STORED, STORED, TOO_LARGE, Values
+
+END = b"\r\n"  # of a line, and of a value
 
 
-def connect(cache: CacheOfServers) -> Any:
-    """Return one client for all servers. A key belongs to one server; after a failure it belongs to another for a while."""
-    network = Network(cache)
+def connect(servers: Servers, values: Values, login: Optional[bytes], too_large: dict[Server, int]) -> "Fleet":
+    """Return one client for all servers. A key belongs to one server; after a failure it belongs to another for a while.
+
+    `login`: what opens a connection; None: nothing does. `too_large`: the size from which a server has refused a value.
+    """
+    network = Network()
+
+    def connection(*where: Any, **how: Any) -> ServerConnection:
+        return ServerConnection(servers, values, login, too_large, *where, **how)
+
     how: dict = {
         "hasher": functools.partial(RendezvousHash, hash_function=_score), "socket_module": network, "retry_attempts": 0,
         "dead_timeout": LEFT_ALONE, "ignore_exc": True, "default_noreply": False, "no_delay": True,
     }  # fmt: skip
-    fleet = Fleet(cache.servers, **how)
-    fleet.network = network
-    return fleet
+    return Fleet(connection, network, servers.addresses, **how)
 
 
 def _score(text: str, _seed: int) -> int:
@@ -60,15 +56,24 @@ class ServerConnection(Client):
     sock: Any
     server: Any  # (host, port): pymemcache would also take the path of a socket
 
+    def __init__(
+        self, servers: Servers, values: Values, login: Optional[bytes], too_large: dict[Server, int], *where: Any, **how: Any
+    ) -> None:
+        super().__init__(*where, **how)
+        self.servers = servers
+        self.values = values
+        self.login = login
+        self.too_large = too_large
+
     def get_many(self, keys: object, seals: Any) -> dict[str, Any]:
         """Return {key: sample} of the samples that are there and undamaged. `seals`: {key: secret for its checksum}."""
         self.socket_module.begin()
         found = {}
         for key, (header, content) in (self._guarded(super().get_many, keys) or {}).items():
-            if hmac.compare_digest(header, self.cache.header(seals[key], content)):
+            if self.values.are_right(header, seals[key], content):
                 found[key] = content
             else:
-                self.cache.count_wrong_answer(self.server, "a value that is damaged or not ours")
+                self.servers.count_wrong_answer(self.server, "a value that is damaged or not ours")
         return found
 
     def set(self, key: str, value: Any) -> Any:
@@ -83,10 +88,6 @@ class ServerConnection(Client):
     def stats(self):
         return self._guarded(super().stats)
 
-    @property
-    def cache(self) -> CacheOfServers:
-        return self.socket_module.cache
-
     def _guarded(self, function: Callable[..., Any], *arguments: object) -> Any:
         was_open = self.sock is not None
         try:
@@ -96,16 +97,16 @@ class ServerConnection(Client):
         except OSError as error:
             if was_open and isinstance(error, ConnectionError):  # the server was restarted, or closed an idle connection
                 return self._guarded(function, *arguments)
-            self.cache.note_outage(self.server, error)
+            self.servers.note_outage(self.server, error)
             raise
         except MemcacheClientError as error:
             if "unauthenticated" in str(error):
-                self.cache.give_up(self.server, LOGIN, "wants a user and a password: the files are read instead")
-            return self.cache.count_wrong_answer(self.server, error)
+                self.servers.give_up(self.server, LOGIN, "wants a user and a password: the files are read instead")
+            return self.servers.count_wrong_answer(self.server, error)
         except Exception as error:
-            return self.cache.count_wrong_answer(self.server, error)
+            return self.servers.count_wrong_answer(self.server, error)
         if not was_open:
-            self.cache.note_answer(self.server)
+            self.servers.note_answer(self.server)
         return answer
 
     def _extract_value(self, expect_cas: bool, line: bytes, buf: Any, remapped_keys: Any, prefixed_keys: object) -> Any:
@@ -133,7 +134,7 @@ class ServerConnection(Client):
         return key, (buf[: HEADER.size], content), rest
 
     def _set(self, key: str, value: Any) -> Any:
-        limit = self.cache.too_large.get(self.server)
+        limit = self.too_large.get(self.server)
         if limit and len(value) >= limit:
             return TOO_LARGE
         try:
@@ -141,25 +142,27 @@ class ServerConnection(Client):
         except MemcacheServerError as error:
             if "too large" not in str(error):
                 return NOT_STORED
-            self.cache.too_large[self.server] = len(value)
+            self.too_large[self.server] = len(value)
             return TOO_LARGE
 
     def _connect(self):
         """Connect, and log in only if the server demands it: the login is sent as a value, which other servers would store."""
         super()._connect()
-        if not self.cache.login:
+        if not self.login:
             return
         try:
             self.version()
-            return self.cache.warn_of_no_password(self.server)
+            return self.servers.warn_of_no_password(self.server)
         except MemcacheClientError:  # it requires a login; pymemcache has closed the connection
             super()._connect()
         try:
-            super().set("login", self.cache.login)
+            super().set("login", self.login)
         except MemcacheClientError:
-            self.cache.give_up(self.server, LOGIN, "refuses the user or the password: the files are read instead")
+            self.servers.give_up(self.server, LOGIN, "refuses the user or the password: the files are read instead")
 
 
 class Fleet(HashClient):
-    client_class = ServerConnection
-    network: Any = None
+    def __init__(self, connection: Callable[..., ServerConnection], network: Network, *where: Any, **how: Any) -> None:
+        self.client_class = connection  # also of a server that is asked again
+        self.network = network
+        super().__init__(*where, **how)

@@ -1,56 +1,16 @@
-"""What the memcached client needs and pymemcache lacks: sockets that share a deadline; the form of a stored sample."""
+"""Sockets for the memcached client that share a deadline, which pymemcache lacks."""
 
 import socket
-import struct
 import threading
 import time
-from typing import Any, Callable, Optional, Protocol, Union
-
-LEFT_ALONE = 30  # seconds until a server that failed is asked again
-END = b"\r\n"  # of a line, and of a value
-LARGEST = 64 << 20  # bytes of a sample; more would not come within the deadline over a fast network
-STORED, TOO_LARGE, NOT_STORED = "stored", "too large", "not stored"
-
-# Stored before each sample.
-HEADER = struct.Struct(">4sI16s")  # magic, length of the sample, checksum over key and sample
-
-# Kinds of warnings about a server (bits); each is logged once, DOWN once for every outage.
-DOWN, WRONG, LOGIN, OPEN = 1, 2, 4, 8
-
-
-Server = tuple[str, int]  # (host, port)
-
-
-class CacheOfServers(Protocol):
-    """What the connections to the servers need of the cache that they belong to: the forms of its values, and whom to tell."""
-
-    servers: list[Server]
-    deadline: float  # seconds for an operation
-    login: Optional[bytes]  # what opens a connection; None: nothing does
-    too_large: dict[Server, int]  # the size from which a server has refused a value
-
-    def header(self, seal: bytes, content: bytes) -> bytes: ...
-
-    def note_answer(self, server: Server) -> None: ...
-
-    def note_outage(self, server: Server, error: Exception) -> None: ...
-
-    def count_wrong_answer(self, server: Server, error: Union[Exception, str]) -> None: ...
-
-    def give_up(self, server: Server, kind: int, what: str) -> None: ...
-
-    def warn_of_no_password(self, server: Server) -> None: ...
-
-
-class Unfit(OSError):
-    """The server answers, but cannot be used. The log already says so."""
+from typing import Any, Callable
 
 
 class Network:
     """Takes the place of the socket module in pymemcache, for one thread's connections, and gives each operation a deadline."""
 
-    def __init__(self, cache: CacheOfServers):
-        self.cache = cache
+    def __init__(self) -> None:
+        self.deadline = 0.0  # seconds
         self._until = 0.0
         self._found = {}
 
@@ -58,7 +18,7 @@ class Network:
         return getattr(socket, name)
 
     def begin(self):
-        self._until = time.monotonic() + self.cache.deadline
+        self._until = time.monotonic() + self.deadline
 
     def left(self):
         left = self._until - time.monotonic()

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Optional, Union
 
 from common.errors import UserError
-from datasets.kspeed.cache import SampleCache, Servers
-from datasets.kspeed.memcached import NOT_STORED
+from datasets.kspeed.cache import SampleCache
+from datasets.kspeed.servers import Addresses
+from datasets.kspeed.values import NOT_STORED
 from datasets.photos import files, tree
 
 THREADS = 16
@@ -19,7 +20,7 @@ THERE, UNREADABLE = "there", "unreadable"  # outcomes for an image, besides thos
 
 
 def open_cache(
-    iplist: Servers = None, user: Optional[str] = None, password: Optional[str] = None, deadline: float = 0.05
+    iplist: Addresses = None, user: Optional[str] = None, password: Optional[str] = None, deadline: float = 0.05
 ) -> SampleCache:
     """Return the cache on these servers. KSPEED_IPLIST and, for a user, KSPEED_PASSWORD stand in for missing arguments."""
     if user and not password:

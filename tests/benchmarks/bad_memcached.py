@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pymemcache.client.hash import HashClient
 
-from datasets.kspeed.cache import SampleCache, addresses
+from datasets.kspeed.cache import SampleCache
+from datasets.kspeed.servers import addresses
 from tests.benchmarks.memcached_forms import SAMPLES, SECONDS, SIZES, THREADS, content, plain, text
 from tests.tools.memcached import Liar, Memcached
 

@@ -11,8 +11,10 @@ from pymemcache.client.base import Client
 from pymemcache.client.hash import HashClient
 from pymemcache.client.rendezvous import RendezvousHash
 
-from datasets.kspeed import fleet, memcached
-from datasets.kspeed.cache import SampleCache, addresses
+from datasets.kspeed import memcached
+from datasets.kspeed.cache import SampleCache
+from datasets.kspeed.servers import addresses
+from datasets.kspeed.values import HEADER, STORED
 from tests.tools.samples import listed
 
 SIZES, SAMPLES, GETS, WARM_UP, THREADS = (110_000, 400_000), 20, 400, 40, 8
@@ -37,11 +39,11 @@ def fill(servers, size):
     """[(key, the key that the servers see)]; every server has all of them, because each hash has its own choice."""
     cache, found = SampleCache(listed(servers)), []
     for number in range(SAMPLES):
-        address, seal = cache._hashed(str(number))
+        address, seal = cache.values.hashed(str(number))
         found.append((str(number), address))
         for one in servers:
             sample = content(number, size)
-            assert Client(one.address, **plain(PATIENCE)).set(address, cache.header(seal, sample) + sample)
+            assert Client(one.address, **plain(PATIENCE)).set(address, cache.values.header(seal, sample) + sample)
     return found
 
 
@@ -54,8 +56,8 @@ def cached(servers):
 
 
 def client(servers, change=lambda _: None):
-    """Ours without the checksum, which is the work of datasets/kspeed/cache.py; `change` takes a part out, or puts one back."""
-    mine = fleet.connect(SampleCache(listed(servers), deadline=PATIENCE))
+    """Ours without the checksum, which is the work of datasets/kspeed/values.py; `change` takes a part out, or puts one back."""
+    mine = SampleCache(listed(servers), deadline=PATIENCE)._fleet()
     for one in mine.clients.values():
         one.get_many = lambda keys, one=one: Client.get_many(one, keys)
     change(mine)
@@ -80,7 +82,7 @@ def their_values(mine):
 
         def extract(*given, one=one):
             key, value, rest = Client._extract_value(one, *given)
-            return key, (value[: memcached.HEADER.size], value[memcached.HEADER.size :]), rest
+            return key, (value[: HEADER.size], value[HEADER.size :]), rest
 
         one._extract_value = extract
 
@@ -138,7 +140,7 @@ def memory_again(mine):
         memory[:have] = begun
         while have < len(memory):
             have += one.sock.into(memory[have:])
-        return names[key], (bytes(memory[: memcached.HEADER.size]), bytes(memory[memcached.HEADER.size : -2])), b""
+        return names[key], (bytes(memory[: HEADER.size]), bytes(memory[HEADER.size : -2])), b""
 
     with_sockets(mine, _OneValue)
     for one in mine.clients.values():
@@ -234,23 +236,24 @@ PARALLEL = {
 
 def cached_set(servers):
     cache = SampleCache(listed(servers), deadline=PATIENCE)
-    return lambda key, sample: cache.set(key, sample) == memcached.STORED
+    return lambda key, sample: cache.set(key, sample) == STORED
 
 
 def client_set(servers, change=lambda _: None):
-    mine, cache = fleet.connect(SampleCache(listed(servers), deadline=PATIENCE)), SampleCache(listed(servers))
+    cache = SampleCache(listed(servers), deadline=PATIENCE)
+    mine = cache._fleet()
     change(mine)
 
     def put(key, sample):
         mine.network.begin()
-        return mine.set(cache._hashed(key)[0], sample) == memcached.STORED
+        return mine.set(cache.values.hashed(key)[0], sample) == STORED
 
     return put
 
 
 def hash_client_set(servers):
     theirs, cache = HashClient(addresses(listed(servers)), **plain(PATIENCE)), SampleCache(listed(servers))
-    return lambda key, sample: theirs.set(cache._hashed(key)[0], sample)
+    return lambda key, sample: theirs.set(cache.values.hashed(key)[0], sample)
 
 
 SETS = {

@@ -13,8 +13,9 @@ import pytest
 
 from common.errors import UserError
 from datasets.kspeed import KSpeedFolder, fleet, memcached, samples
-from datasets.kspeed import cache as cache_module
-from datasets.kspeed.cache import SampleCache, addresses
+from datasets.kspeed.cache import SampleCache
+from datasets.kspeed.servers import MOST_WRONG, addresses
+from datasets.kspeed.values import HEADER, NOT_STORED, STORED, TOO_LARGE
 from tests.tools.jobs import PATIENCE
 from tests.tools.memcached import Liar
 from tests.tools.samples import LOGIN, PATIENT, folder, images_below, listed, locked, patient, rewrite_unseen, server, servers  # noqa: F401 (fixtures)
@@ -29,7 +30,7 @@ def test_what_is_set_is_got(servers, login):
     values = {f"key {size}": generator.randbytes(size) for size in (0, 1, 27, 28, 99, 100, 101, 128, 5000, 110_000, 900_000)}
     for key, content in values.items():
         assert cache.get(key) is None and not cache.has(key)
-        assert cache.set(key, content) == memcached.STORED
+        assert cache.set(key, content) == STORED
     for number in range(60):
         cache.set(f"more {number}", b"1")
     for key, content in values.items():
@@ -43,27 +44,30 @@ def test_a_key_can_hold_anything_and_command_nothing(server):
     cache = patient(server)
     keys = ["a b", "a\r\nflush_all\r\n", "\0", "x" * 5000, "\udcff/ä", b"\xff\xfe", "", " ", "a"]
     for number, key in enumerate(keys):
-        assert cache.set(key, b"%d" % number) == memcached.STORED
+        assert cache.set(key, b"%d" % number) == STORED
     assert [cache.get(key) for key in keys] == [b"%d" % number for number in range(len(keys))]
     assert cache.status()[addresses(server.address)[0]]["curr_items"] == len(keys)
 
 
 def test_what_a_server_takes_for_too_large_is_not_cached_and_not_sent_again(server, monkeypatch):
     cache = patient(server)
-    assert cache.set("large", bytes(3 << 20)) == memcached.TOO_LARGE
-    assert cache.get("large") is None and cache.set("small", b"1") == memcached.STORED
-    before = cache.status()[cache.servers[0]]["bytes_read"]
-    assert cache.set("larger", bytes(4 << 20)) == memcached.TOO_LARGE
-    assert cache.status()[cache.servers[0]]["bytes_read"] - before < 1000
-    monkeypatch.setattr(cache_module, "LARGEST", 10)
-    assert cache.set("larger than any", bytes(11)) == memcached.TOO_LARGE
+    assert cache.set("large", bytes(3 << 20)) == TOO_LARGE
+    assert cache.get("large") is None and cache.set("small", b"1") == STORED
+    before = cache.status()[cache.servers.addresses[0]]["bytes_read"]
+    assert cache.set("larger", bytes(4 << 20)) == TOO_LARGE
+    with ThreadPoolExecutor(1) as another_thread:
+        assert another_thread.submit(cache.set, "larger", bytes(4 << 20)).result() == TOO_LARGE
+    assert pickle.loads(pickle.dumps(cache)).set("larger", bytes(4 << 20)) == TOO_LARGE
+    assert cache.status()[cache.servers.addresses[0]]["bytes_read"] - before < 1000
+    monkeypatch.setattr("datasets.kspeed.cache.LARGEST", 10)
+    assert cache.set("larger than any", bytes(11)) == TOO_LARGE
 
 
 def test_threads_have_connections_of_their_own(servers):
     cache = patient(*servers)
     contents = {str(number): random.Random(number).randbytes(5000 + number) for number in range(60)}
     with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(cache.set, contents, contents.values())) == {memcached.STORED}
+        assert set(pool.map(cache.set, contents, contents.values())) == {STORED}
         for _ in range(3):
             assert list(pool.map(cache.get, contents)) == list(contents.values())
 
@@ -80,8 +84,9 @@ def test_forked_and_pickled_workers_get_the_same(servers):
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     workers = [context.Process(target=_gets, args=(cache, list(contents), queue)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
+    with cache.servers._lock:  # which the forks do not wait for
+        for worker in workers:
+            worker.start()
     assert [cache.get(key) for key in contents] == list(contents.values())  # while they use what they inherited
     assert [queue.get() for _ in workers] == [list(contents.values())] * 2
     for worker in workers:
@@ -135,13 +140,13 @@ def test_mistakes_are_said_in_a_line(monkeypatch, tmp_path):
 def test_of_ten_thousand_damaged_values_none_is_accepted(server, login, monkeypatch):
     from pymemcache.client.base import Client
 
-    monkeypatch.setattr(cache_module, "MOST_WRONG", 10**9)
+    monkeypatch.setattr("datasets.kspeed.servers.MOST_WRONG", 10**9)
     cache, generator, raw = patient(server, **login), random.Random(1), Client(server.address)
     intruder = patient(server, **({"user": "admin", "password": "guess"} if login else {}))
     content, other = generator.randbytes(400), generator.randbytes(400)
     cache.set("key", content)
     cache.set("other", other)
-    (address, seal), (elsewhere, _) = cache._hashed("key"), cache._hashed("other")
+    (address, seal), (elsewhere, _) = cache.values.hashed("key"), cache.values.hashed("other")
     good, swapped = raw.get(address), raw.get(elsewhere)
     assert good.endswith(content) and swapped.endswith(other)
 
@@ -154,16 +159,16 @@ def test_of_ten_thousand_damaged_values_none_is_accepted(server, login, monkeypa
         lambda: good[: generator.randrange(len(good))],
         lambda: good + generator.randbytes(generator.randrange(1, 50)),
         lambda: generator.randbytes(len(good)),
-        lambda: good[: memcached.HEADER.size] + generator.randbytes(400),
-        lambda: good[: memcached.HEADER.size] + other,
+        lambda: good[: HEADER.size] + generator.randbytes(400),
+        lambda: good[: HEADER.size] + other,
         lambda: swapped,
         lambda: b"",
-        lambda: intruder.header(generator.randbytes(32), other) + other,
+        lambda: intruder.values.header(generator.randbytes(32), other) + other,
         lambda: content,
     ]
     if login:  # all is known but the password
-        kinds.append(lambda: intruder.header(intruder._hashed("key")[1], other) + other)
-        kinds.append(lambda: SampleCache(server.address).header(seal, other) + other)
+        kinds.append(lambda: intruder.values.header(intruder.values.hashed("key")[1], other) + other)
+        kinds.append(lambda: SampleCache(server.address).values.header(seal, other) + other)
     for number in range(10_000):
         raw.set(address, kinds[number % len(kinds)](), noreply=False)
         assert cache.get("key") is None, number % len(kinds)
@@ -255,7 +260,7 @@ def test_a_server_that_lies_does_no_harm(folder, server, capsys, lie):
         data.cache = SampleCache(listed([server, liar]), deadline=0.3 if lie in TIMED else PATIENT)
         for path in paths * 3:
             assert data.getBIN(path) == Path(path).read_bytes()
-        assert 0 < liar.gets <= 2 * cache_module.MOST_WRONG
+        assert 0 < liar.gets <= 2 * MOST_WRONG
     assert capsys.readouterr().out.count(f"warning: cache server {liar.address}") == 1
 
 
@@ -279,11 +284,11 @@ def test_a_sample_is_whole_wherever_the_network_cuts_an_answer(server):
     cache = SampleCache(server.address, deadline=PATIENT)
     samples, answer = {"empty": b"", "one": b"\n", "ends": b"\r\nVALUE\r\n", "long": random.Random(1).randbytes(60)}, b""
     for key, content in samples.items():
-        name, seal = cache._hashed(key)
+        name, seal = cache.values.hashed(key)
         answer += b"VALUE %s 0 %d\r\n%s%s\r\n" % (
             name.encode(),
-            memcached.HEADER.size + len(content),
-            cache.header(seal, content),
+            HEADER.size + len(content),
+            cache.values.header(seal, content),
             content,
         )
     answer += b"END\r\n"
@@ -301,13 +306,13 @@ def test_an_operation_ends_with_its_deadline(server):
     content = bytes(200_000)  # which drips for 1,000 s
     for lie in (drip, drip_in_the_value, silence, a_line_without_end):
         with Liar(lie) as liar:
-            assert patient(liar).set("key", content) == memcached.STORED
+            assert patient(liar).set("key", content) == STORED
             cache = SampleCache(liar.address, deadline=0.1)
             assert cache.get("key") is None and liar.gets == 1
     cache = SampleCache(server.address, deadline=0.1)
     cache.set("key", content)
     server.stop()
-    assert cache.set("key", bytes(30 << 20)) == memcached.NOT_STORED
+    assert cache.set("key", bytes(30 << 20)) == NOT_STORED
 
 
 def test_a_slow_name_server_costs_no_more_than_the_deadline(server, monkeypatch):
@@ -320,10 +325,10 @@ def test_a_slow_name_server_costs_no_more_than_the_deadline(server, monkeypatch)
     monkeypatch.setattr(memcached.socket, "getaddrinfo", slow)
     monkeypatch.setattr(fleet, "LEFT_ALONE", 0)
     cache = SampleCache(f"cache.example:{server.port}", deadline=0.1)
-    assert cache.set("key", b"1") == memcached.NOT_STORED
+    assert cache.set("key", b"1") == NOT_STORED
     answers.set()
     cache.deadline = PATIENT
-    assert until(lambda: cache.set("key", b"1") == memcached.STORED) and cache.get("key") == b"1"
+    assert until(lambda: cache.set("key", b"1") == STORED) and cache.get("key") == b"1"
 
 
 def test_an_address_that_is_known_is_not_waited_for(server, monkeypatch):
@@ -337,7 +342,7 @@ def test_an_address_that_is_known_is_not_waited_for(server, monkeypatch):
 
     monkeypatch.setattr(memcached.socket, "getaddrinfo", stops)
     cache = SampleCache(f"cache.example:{server.port}", deadline=PATIENT)
-    assert cache.set("key", b"1") == memcached.STORED
+    assert cache.set("key", b"1") == STORED
     stopped.set()
     cache.deadline = 1
     for client in cache._fleet().clients.values():
@@ -381,7 +386,7 @@ def test_the_bytes_are_those_of_the_files_whatever_happens_to_a_server(folder, s
     data.cache._fleet().dead_timeout = 0  # the time to ask again has come
     read()
     read()
-    assert [server for server in data.cache.failing_servers() if server[1] != 1] == []
+    assert [server for server in data.cache.servers.failing() if server[1] != 1] == []
     said = capsys.readouterr().out
     for one in servers:
         down = one in victims and fault != "restarted empty"
@@ -397,7 +402,7 @@ def test_what_a_dead_server_held_finds_room_on_the_others(servers):
     servers[0].kill()
     missed = [key for key in keys if cache.get(key) is None]
     assert 0 < len(missed) < 30
-    assert {cache.set(key, b"2") for key in missed} == {memcached.STORED}
+    assert {cache.set(key, b"2") for key in missed} == {STORED}
     assert all(cache.get(key) for key in keys)
 
 
@@ -416,7 +421,7 @@ def test_an_outage_is_said_once_for_all_forked_workers_and_again_the_next_time(s
             worker.start()
             worker.join()
         server.start()
-        assert cache.get("new") is None and until(lambda: cache.set("key", b"1") == memcached.STORED)
+        assert cache.get("new") is None and until(lambda: cache.set("key", b"1") == STORED)
         said = capfd.readouterr().out
         assert (said.count("warning"), said.count("answers again")) == (1, 1), outage
 
@@ -426,12 +431,10 @@ def test_an_outage_is_said_once_for_all_forked_workers_and_again_the_next_time(s
 
 def test_the_right_password_opens(locked, capsys):
     cache = patient(locked, **LOGIN)
-    assert cache.set("key", b"1") == memcached.STORED and cache.get("key") == b"1"
+    assert cache.set("key", b"1") == STORED and cache.get("key") == b"1"
     locked.kill()
     locked.start()
-    assert (
-        cache.get("key") is None and cache.set("key", b"2") == memcached.STORED and cache.get("key") == b"2"
-    )  # logged in again
+    assert cache.get("key") is None and cache.set("key", b"2") == STORED and cache.get("key") == b"2"  # logged in again
     assert capsys.readouterr().out == ""
 
 
@@ -442,17 +445,17 @@ def test_the_right_password_opens(locked, capsys):
 def test_a_wrong_password_is_one_warning_that_says_so(locked, capsys, login, words):
     cache = patient(locked, **login)
     for number in range(5):
-        assert cache.set(str(number), b"1") == memcached.NOT_STORED and cache.get(str(number)) is None
+        assert cache.set(str(number), b"1") == NOT_STORED and cache.get(str(number)) is None
     said = capsys.readouterr().out
     assert said.count("warning") == 1 and words in said and "admin admin" not in said
-    assert cache.failing_servers() == cache.servers
+    assert cache.servers.failing() == cache.servers.addresses
 
 
 def test_a_server_that_asks_for_no_password_is_not_told_it(server, capsys):
     from pymemcache.client.base import Client
 
     cache = patient(server, **LOGIN)
-    assert cache.set("key", b"1") == memcached.STORED and cache.get("key") == b"1"
+    assert cache.set("key", b"1") == STORED and cache.get("key") == b"1"
     assert Client(server.address).get("login") is None and Client(server.address).stats()[b"curr_items"] == 1
     assert capsys.readouterr().out.count("asks for no password") == 1
     assert patient(server).get("key") is None, "another password, other keys"

@@ -109,7 +109,7 @@ def test_nothing_is_kept_of_a_file_that_is_being_written(folder, server, monkeyp
     content = Path(path).read_bytes()
     monkeypatch.setattr(photo_files, "read", read)
     assert samples.read_through(cache, str(folder), path) == content
-    assert cache.status()[cache.servers[0]]["curr_items"] == 0
+    assert cache.status()[cache.servers.addresses[0]]["curr_items"] == 0
 
 
 def test_two_files_of_one_name_size_and_time_are_told_apart(folder, server):
@@ -352,7 +352,7 @@ def test_load_notices_a_damaged_value_and_preload_does_not(folder, server, capsy
     path = images_below(folder / "val")[0]
     cache = patient(server)
     key = samples.sample_key(str(folder / "val"), path, os.stat(path))
-    Client(server.address).set(cache._hashed(key)[0], b"damaged", noreply=False)
+    Client(server.address).set(cache.values.hashed(key)[0], b"damaged", noreply=False)
     assert "4 were there, 0 put there" in run(capsys, "preload", folder / "val", "--iplist", server.address)[1]
     assert "3 hits, 1 misses, 1 put there" in run(capsys, "load", folder / "val", "--iplist", server.address)[1]
     assert cache.get(key) == Path(path).read_bytes()

@@ -1,0 +1,107 @@
+"""The servers of a cache: their addresses, and what was noticed about each of them, which is said once."""
+
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import NoReturn, Union
+
+from common.errors import UserError, one_line
+from common.progress import warn
+
+PORT = 11211
+MOST_WRONG = 3  # after so many wrong answers a server is left alone for a while
+LEFT_ALONE = 30  # seconds until a server that failed is asked again
+
+# Kinds of warnings about a server (bits); each is logged once, DOWN once for every outage.
+DOWN, WRONG, LOGIN, OPEN = 1, 2, 4, 8
+
+Server = tuple[str, int]  # (host, port)
+Addresses = Union[str, Sequence[str], None]  # "host:port,host:port", or a list of host:port
+
+
+class Unfit(OSError):
+    """The server answers, but cannot be used. The log already says so."""
+
+
+class Servers:
+    """What a process notices of them. What was said is in memory that its forks share, so each outage is said once."""
+
+    def __init__(self, servers: list[Server]) -> None:
+        self.addresses = servers
+        self._reported = mmap.mmap(-1, len(servers))  # a byte each
+        self._wrong = dict.fromkeys(servers, 0)  # answers
+        self._failing: set[Server] = set()
+        self.begin_process()
+
+    def begin_process(self) -> None:
+        """Called in a process that was forked, perhaps while another thread had the lock."""
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> list[Server]:
+        return self.addresses
+
+    def __setstate__(self, servers: list[Server]) -> None:
+        self.__init__(servers)
+
+    def failing(self) -> list[Server]:
+        """Return the servers that failed and have not answered this process on a new connection since."""
+        return [server for server in self.addresses if server in self._failing]
+
+    def note_answer(self, server: Server) -> None:
+        """Note that a server answered on a new connection. If its outage was reported, here or by a fork, print its end."""
+        self._failing.discard(server)
+        place = self.addresses.index(server)
+        with self._lock:
+            reported = self._reported[place] & DOWN
+            self._reported[place] &= ~DOWN
+        if reported:
+            print(f"cache server {name_of(server)} answers again", flush=True)
+
+    def note_outage(self, server: Server, error: Exception) -> None:
+        self._failing.add(server)
+        what = f"does not answer ({one_line(error)[:100]}): the files are read instead, and it is asked again in {LEFT_ALONE} s"
+        self._warn_once(server, DOWN, what)
+
+    def count_wrong_answer(self, server: Server, error: Union[Exception, str]) -> None:
+        """Count a server's wrong answer. After every MOST_WRONG of them raise Unfit, so that it is left alone for a while."""
+        self._wrong[server] += 1
+        if self._wrong[server] % MOST_WRONG == 0:
+            self.give_up(server, WRONG, f"gives wrong answers ({one_line(error)[:100]}): the files are read instead")
+
+    def give_up(self, server: Server, kind: int, what: str) -> NoReturn:
+        """Warn once for each `kind` of failure. Raise Unfit: pymemcache then leaves the server alone for LEFT_ALONE seconds."""
+        self._failing.add(server)
+        self._warn_once(server, kind, what)
+        raise Unfit(what)
+
+    def warn_of_no_password(self, server: Server) -> None:
+        self._warn_once(server, OPEN, "asks for no password: anybody who can reach it can read and delete what it holds")
+
+    def _warn_once(self, server: Server, kind: int, what: str) -> None:
+        place = self.addresses.index(server)
+        with self._lock:
+            reported = self._reported[place] & kind
+            self._reported[place] |= kind
+        if not reported:
+            warn(f"cache server {name_of(server)} {what}")
+
+
+def addresses(iplist: Addresses) -> list[Server]:
+    """Return [(host, port)] without duplicates, with memcached's port by default. UserError for a bad or missing address."""
+    entries = iplist.split(",") if isinstance(iplist, str) else iplist or []
+    servers = []
+    for entry in filter(None, (entry.strip() for entry in entries)):
+        host, colon, port = entry.rpartition(":")
+        if not colon or entry.endswith("]"):
+            host, port = entry, str(PORT)
+        host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        if not host or any(character.isspace() for character in host) or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise UserError(f"{one_line(entry)!r} is no cache server: give host:port, several with commas between them")
+        servers.append((host, int(port)))
+    if not servers:
+        raise UserError("no cache server is given: give host:port, several with commas between them, or set KSPEED_IPLIST")
+    return list(dict.fromkeys(servers))
+
+
+def name_of(server: Server) -> str:
+    return one_line("{}:{}".format(*server))
