@@ -192,7 +192,8 @@ def write_at(file: int, content: Union[bytes, memoryview], place: int) -> None:
 
 def append(file: io.RawIOBase, content: Union[bytes, memoryview]) -> None:
     """Append all of the content; if that fails, cut the file back to its size before and raise the error."""
-    size, left = file.seek(0, os.SEEK_END), memoryview(content)
+    size = file.seek(0, os.SEEK_END)
+    left = memoryview(content)
     try:
         while left:
             left = left[file.write(left) :]

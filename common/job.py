@@ -234,5 +234,6 @@ def never_fail() -> None:
             continue
         with contextlib.suppress(OSError):
             stream.flush()
-        file, by_line = io.BufferedWriter(_Unfailing(number, "w", closefd=False)), stream.line_buffering or stream.write_through
+        file = io.BufferedWriter(_Unfailing(number, "w", closefd=False))
+        by_line = stream.line_buffering or stream.write_through
         setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=by_line))

@@ -11,7 +11,8 @@ import signal
 import sys
 from typing import Callable, Optional
 
-PYTHON, TORCH = (3, 9), (2, 1)
+PYTHON = (3, 9)
+TORCH = (2, 1)
 FOR_NUMPY_2 = (2, 3)  # the first torch that was built for numpy 2
 
 NEEDED = ("numpy", "torch", "torchvision")  # a platform's engine has them; a bundle that is uploaded never installs them
@@ -21,7 +22,10 @@ ENGINE = (
 )
 
 # Optional packages, and which files a run leaves out if one is missing or broken.
-BAR, PAGE, FIGURES, TABLE = "tqdm", "jinja2", "matplotlib.figure", "sklearn.metrics"
+BAR = "tqdm"
+PAGE = "jinja2"
+FIGURES = "matplotlib.figure"
+TABLE = "sklearn.metrics"
 EVENTS = "tensorboard.summary.writer.record_writer"
 LEAVES_OUT = {
     FIGURES: "curves.png and the report's figures",

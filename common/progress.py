@@ -86,7 +86,8 @@ class Progress:
         return f"{_of(self._bytes // MIB, total)} MiB" if self._bytes or self._by_bytes else ""
 
     def _speed_and_time_left(self) -> list[str]:
-        byte_speed, speed = (self._bytes - self._old_bytes) / self._seconds(), self._things / self._seconds()
+        byte_speed = (self._bytes - self._old_bytes) / self._seconds()
+        speed = self._things / self._seconds()
         shown = f"{byte_speed / MIB:.1f} MiB/s" if self._bytes or self._by_bytes else f"{speed:.0f} {self._unit}/s"
         done, total = (self._bytes, self._total_bytes) if self._by_bytes else (self._things, self._total)
         speed = byte_speed if self._by_bytes else speed

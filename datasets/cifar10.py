@@ -15,7 +15,8 @@ from datasets.loader import DeviceLoader, more_workers, torch_batches
 
 MOST_RESIDENT = 2**28  # bytes of images that lie on a GPU, with their borders 1.6 times as many; CIFAR-10 has 146 MiB
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2470, 0.2435, 0.2616)
 
 # The settings of the sample script in ModelArts' documentation. Its rate grows with the cards of a node, which has 8, and not
 # with the nodes: 16 times the rate learns worse (tests/benchmarks/RESULTS.md).
@@ -87,7 +88,8 @@ def load(args: argparse.Namespace) -> tuple[ImageArrays, ImageArrays]:
         from datasets import synthetic
 
         limit = args.max_samples or 5000
-        train, test = synthetic.cifar_like(min(5000, limit), "train"), synthetic.cifar_like(min(1000, limit), "test")
+        train = synthetic.cifar_like(min(5000, limit), "train")
+        test = synthetic.cifar_like(min(1000, limit), "test")
         classes = [f"pattern {number}" for number in range(10)]
     else:
         from datasets import cifar10_files

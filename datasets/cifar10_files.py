@@ -20,8 +20,10 @@ from datasets import untrusted
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 SHA256 = "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
-ARCHIVE, FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
-TRAIN_FILES, TEST_FILES = [f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]
+ARCHIVE = "cifar-10-python.tar.gz"
+FOLDER = "cifar-10-batches-py"
+TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
+TEST_FILES = ["test_batch"]
 MAX_UNPACKED = 256 * 2**20
 
 Images = tuple[np.ndarray, np.ndarray]  # uint8 (N, 3, 32, 32), and their labels
@@ -32,7 +34,8 @@ def find(args: argparse.Namespace) -> str:
     root = storage.fetch(args.data_url, inputs=args.input_dir) if args.data_url else args.input_dir
     if args.data_url:
         require_folder("--data_url", root, "give a folder with CIFAR-10 in it, or --custom_data true")
-    archive, folder = os.path.join(root, ARCHIVE), os.path.join(root, FOLDER)
+    archive = os.path.join(root, ARCHIVE)
+    folder = os.path.join(root, FOLDER)
     if os.path.isdir(folder) and not (os.path.exists(archive) and _may_be_unpacked_again(folder, root, args)):
         return folder
     if os.path.basename(root) == FOLDER or os.path.exists(os.path.join(root, "data_batch_1")):

@@ -24,20 +24,25 @@ def random_windows(
     ids: Any, widths: Any, heights: Any, seed: int, epoch: int, area: tuple[float, float] = AREA
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return crops (top, left, height, width), int64 (N, 4), and flips, bool (N,). `area`: shares of a picture to draw from."""
-    widths, heights = np.asarray(widths, np.int64), np.asarray(heights, np.int64)
-    ids, windows = np.asarray(ids), _largest_in_the_middle(widths, heights)
+    widths = np.asarray(widths, np.int64)
+    heights = np.asarray(heights, np.int64)
+    ids = np.asarray(ids)
+    windows = _largest_in_the_middle(widths, heights)
     missing = np.arange(len(ids))
     if area[0] == 1:  # the whole picture, whatever its ratio
         windows = np.stack([0 * heights, 0 * widths, heights, widths], axis=1)
         missing = missing[:0]
     for attempt in range(ATTEMPTS if len(missing) else 0):
-        wide, high = widths[missing], heights[missing]
+        wide = widths[missing]
+        high = heights[missing]
         draws = uniform(ids[missing], seed, epoch, range(4 * attempt, 4 * attempt + 4))
         pixels = wide * high * (area[0] + draws[0] * (area[1] - area[0]))
         ratio = np.exp(LOG_RATIO[0] + draws[1] * (LOG_RATIO[1] - LOG_RATIO[0]))
-        width, height = np.rint(np.sqrt(pixels * ratio)).astype(np.int64), np.rint(np.sqrt(pixels / ratio)).astype(np.int64)
+        width = np.rint(np.sqrt(pixels * ratio)).astype(np.int64)
+        height = np.rint(np.sqrt(pixels / ratio)).astype(np.int64)
         fits = (width > 0) & (width <= wide) & (height > 0) & (height <= high)
-        top, left = (draws[2] * (high - height + 1)).astype(np.int64), (draws[3] * (wide - width + 1)).astype(np.int64)
+        top = (draws[2] * (high - height + 1)).astype(np.int64)
+        left = (draws[3] * (wide - width + 1)).astype(np.int64)
         windows[missing[fits]] = np.stack([top, left, height, width], axis=1)[fits]
         missing = missing[~fits]
         if not len(missing):  # most fit at once, and each attempt costs a batch as much as decoding a picture

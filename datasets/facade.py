@@ -50,7 +50,8 @@ class Dataset:
             raise UserError(f"cuda=True, but torch sees no {noun}: {diagnosis()}; or give cuda=False to use the CPU")
         self.device = devices.current() if cuda else torch.device("cpu")
         self.backend = ("dali-cpu" if dali_cpu else "dali-gpu") if use_dali else "pytorch"
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
+        self._world_size = world_size
         self._workers = workers
         self._seed = seed
         self._how = {

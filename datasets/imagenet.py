@@ -30,7 +30,8 @@ DATA = (
     "folder or bucket (s3://, obs://, oss://) with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or with CLASS/*.JPEG, of which a "
     "fifth is held out; a .zip or .tar of these; the .manifest of a labelling platform; or what launch pack made of one of them"
 )
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 SYNTHETIC = {"train": 1280, "val": 256}
 IMAGENET = {"train": 1_281_167, "val": 50_000}
 COLOURS = 10
@@ -102,14 +103,16 @@ def _remedies(args: argparse.Namespace) -> Iterator[str]:
 def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet]:
     """Return (arguments, training set, validation set). Options that were not given may change to suit the data."""
     synthetic = args.custom_data or args.data_backend in NO_INPUT
-    before, lines = {} if synthetic else _before(args), []
+    before = {} if synthetic else _before(args)
+    lines = []
     if args.arch.startswith("timm/"):
         from common.models import of_timm
 
         values, line = of_timm.pictures(args, before)
         args = arguments.replaced(args, **values)
         lines.append(line)
-    size, limit = args.image_size, args.max_samples
+    size = args.image_size
+    limit = args.max_samples
     if synthetic:
         counts, num_classes = (SYNTHETIC, COLOURS) if args.custom_data else (IMAGENET, 1000)
         from datasets.synthetic import ColouredNoise
@@ -276,7 +279,8 @@ def loader(
         from datasets.mixing import ErasingLoader
 
         made = ErasingLoader(batches, sampler, device, mean, std, **how)
-        made.seed, made.share = data_set.seed, erasing
+        made.seed = data_set.seed
+        made.share = erasing
     else:
         made = DeviceLoader(batches, sampler, device, mean, std, **how)
     made.file_of = getattr(data_set, "file_of", None)

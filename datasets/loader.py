@@ -37,7 +37,8 @@ class Loader:
     unit = "samples"
 
     def __init__(self, batches: Any, sampler: Any, device: torch.device, pin_memory: bool = True):
-        self.sampler, self.device = sampler, device
+        self.sampler = sampler
+        self.device = device
         self._batches = batches
         self._move = functools.partial(devices.to_device, device=device, pin=pin_memory)
         self.ids: Any = None
@@ -67,7 +68,8 @@ class Loader:
 
     def _moved(self):
         devices.use(self.device)
-        epoch, batches = self.sampler.epoch, iter(self._batches)
+        epoch = self.sampler.epoch
+        batches = iter(self._batches)
         while True:
             with self._clock.stream():
                 batch = next(batches, None)
@@ -101,7 +103,8 @@ class SampleLoader(Loader):
 
 class _Samples:
     def __init__(self, data_set: Any, collate_fn: Callable[[list], Any]):
-        self._data_set, self._collate = data_set, collate_fn
+        self._data_set = data_set
+        self._collate = collate_fn
 
     def __getitem__(self, epoch_and_ids: tuple[int, Any]) -> tuple[Any, torch.Tensor]:
         numbers = epoch_and_ids[1].tolist()
@@ -129,7 +132,8 @@ class DeviceLoader(Loader):
     ):
         """`mean`, `std`: of pixels from 0 to 1; `augment`: for uint8 batches; `layout`: memory format (None: the fastest)."""
         super().__init__(batches, sampler, device, pin_memory)
-        self.dtype, self._augment = dtype, augment
+        self.dtype = dtype
+        self._augment = augment
         self.file_of: Optional[Callable[[int], str]] = None  # returns the name of a sample's file; None if samples have none
         self._layout = layout or devices.layout(device)
         mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (mean, std))
@@ -159,7 +163,8 @@ class TransferClock:
 
     def __init__(self, device: torch.device):
         self._stream = devices.side_stream(device)
-        self._seconds, self._events = 0.0, []
+        self._seconds = 0.0
+        self._events = []
         self.end: Any = None  # event after the work, for other streams to wait for; None on a CPU
         self._reading = threading.Lock()  # the loading thread and the training thread both read the events
 
@@ -167,7 +172,8 @@ class TransferClock:
         return devices.on_stream(self._stream)
 
     def __enter__(self) -> "TransferClock":
-        self._began, self._inside = self._mark(), self.stream()
+        self._began = self._mark()
+        self._inside = self.stream()
         self._inside.__enter__()
         return self
 
@@ -202,7 +208,9 @@ class TransferClock:
 
 def ahead(items: Generator, depth: int) -> Iterator:
     """Yield the items. A thread makes up to `depth` ahead; its errors are raised here, and it is told to end with the loop."""
-    made, room, over = queue.Queue(), threading.Semaphore(depth), threading.Event()
+    made = queue.Queue()
+    room = threading.Semaphore(depth)
+    over = threading.Event()
     has_one_thread = threading.Event()
     threads = torch.get_num_threads()
 
@@ -286,7 +294,8 @@ class HandsOnErrors(torch.utils.data.Dataset):
         if torch.utils.data.get_worker_info() or not ahead:
             with seeded_batch(self._seed, epoch, int(ids[0]) if len(ids) else 0):
                 return self._data_set[epoch, ids]
-        before, self._looked = None if self._looked else states(), True  # no training step runs meanwhile
+        before = None if self._looked else states()  # no training step runs meanwhile
+        self._looked = True
         batch = self._data_set[epoch, ids]
         if before and are_different(before, states()):
             progress.warn(DRAWS)
@@ -309,7 +318,8 @@ class WithEpoch:
     """
 
     def __init__(self, sampler: Any, announced: Callable[[Any], Iterator] = iter):
-        self._sampler, self._announced = sampler, announced
+        self._sampler = sampler
+        self._announced = announced
 
     def __len__(self) -> int:
         return len(self._sampler)

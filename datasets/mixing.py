@@ -18,20 +18,24 @@ from datasets.loader import DeviceLoader
 # --- Random erasing -----------------------------------------------------------------------------------------------------
 
 ATTEMPTS = 10
-AREA, LOG_RATIO = (0.02, 0.33), (math.log(0.3), math.log(3.3))
+AREA = (0.02, 0.33)
+LOG_RATIO = (math.log(0.3), math.log(3.3))
 DRAW = 4 * crops.ATTEMPTS + 2  # index of the first random number of a sample that neither its crop nor its colours use
 
 
 def rectangles(ids: object, height: int, width: int, seed: int, epoch: int, share: float) -> np.ndarray:
     """Return (top, left, height, width) of what is erased, int64 (N, 4): something in a `share` of the pictures."""
     ids = np.asarray(ids)
-    found, missing = np.zeros((len(ids), 4), np.int64), np.flatnonzero(crops.uniform(ids, seed, epoch, [DRAW])[0] < share)
+    found = np.zeros((len(ids), 4), np.int64)
+    missing = np.flatnonzero(crops.uniform(ids, seed, epoch, [DRAW])[0] < share)
     for attempt in range(ATTEMPTS):
         draws = crops.uniform(ids[missing], seed, epoch, range(DRAW + 1 + 4 * attempt, DRAW + 5 + 4 * attempt))
         pixels = height * width * (AREA[0] + draws[0] * (AREA[1] - AREA[0]))
         ratio = np.exp(LOG_RATIO[0] + draws[1] * (LOG_RATIO[1] - LOG_RATIO[0]))
-        high, wide = np.rint(np.sqrt(pixels * ratio)).astype(np.int64), np.rint(np.sqrt(pixels / ratio)).astype(np.int64)
-        top, left = (draws[2] * (height - high + 1)).astype(np.int64), (draws[3] * (width - wide + 1)).astype(np.int64)
+        high = np.rint(np.sqrt(pixels * ratio)).astype(np.int64)
+        wide = np.rint(np.sqrt(pixels / ratio)).astype(np.int64)
+        top = (draws[2] * (height - high + 1)).astype(np.int64)
+        left = (draws[3] * (width - wide + 1)).astype(np.int64)
         fits = (high < height) & (wide < width)
         found[missing[fits]] = np.stack([top, left, high, wide], axis=1)[fits]
         missing = missing[~fits]
@@ -44,14 +48,16 @@ def erased(images: torch.Tensor, ids: object, seed: int, epoch: int, share: floa
     edges = torch.from_numpy(rectangles(ids, height, width, seed, epoch, share).T.copy())
     top, left, high, wide = devices.to_device(edges, images.device)[:, :, None]
     rows, columns = (torch.arange(size, device=images.device) for size in (height, width))
-    in_rows, in_columns = (rows >= top) & (rows < top + high), (columns >= left) & (columns < left + wide)
+    in_rows = (rows >= top) & (rows < top + high)
+    in_columns = (columns >= left) & (columns < left + wide)
     return images.masked_fill_(in_rows[:, None, :, None] & in_columns[:, None, None, :], 0)
 
 
 class ErasingLoader(DeviceLoader):
     """A DeviceLoader that erases a rectangle in a `share` of the images."""
 
-    seed, share = 0, 0.0
+    seed = 0
+    share = 0.0
 
     def _prepared(self, batch: Any, ids: torch.Tensor, epoch: int) -> tuple[torch.Tensor, Any]:
         images, labels = super()._prepared(batch, ids, epoch)
@@ -82,7 +88,8 @@ def mix(
 
 def rectangle(height: int, width: int, weight: float) -> tuple[int, int, int, int]:
     """Return (top, left, bottom, right) around a random middle, cut off at the edges, of at most 1 - `weight` of the pixels."""
-    middle, half = [int(torch.randint(size, size=(1,))) for size in (width, height)], 0.5 * math.sqrt(1 - weight)
+    middle = [int(torch.randint(size, size=(1,))) for size in (width, height)]
+    half = 0.5 * math.sqrt(1 - weight)
     (left, right), (top, bottom) = (
         (max(place - int(half * size), 0), min(place + int(half * size), size)) for place, size in zip(middle, (width, height))
     )
@@ -101,7 +108,8 @@ def balanced(labels: Any, classes: int) -> torch.Tensor:
 
 def described(weights: torch.Tensor, classes: Sequence[str]) -> str:
     """Return the weights for the log: the smallest and the largest."""
-    low, high = int(weights.where(weights > 0, torch.inf).argmin()), int(weights.argmax())
+    low = int(weights.where(weights > 0, torch.inf).argmin())
+    high = int(weights.argmax())
     return f"--class_weights balanced: from {weights[low]:.3g} for {classes[low]} to {weights[high]:.3g} for {classes[high]}"
 
 
@@ -113,7 +121,8 @@ class WeightedLoss(torch.nn.Module):
 
     def __init__(self, weights: torch.Tensor, label_smoothing: float) -> None:
         super().__init__()
-        self._weights, self._label_smoothing = weights, label_smoothing
+        self._weights = weights
+        self._label_smoothing = label_smoothing
 
     def forward(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         losses = torch.nn.functional.cross_entropy(output, labels, label_smoothing=self._label_smoothing, reduction="none")

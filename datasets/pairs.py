@@ -17,7 +17,9 @@ from datasets.photos.pairs import LAYOUT, SYNTHETIC_SIZE, Pairs, SyntheticPairs
 from datasets.sampler import Sampler
 
 DATA = f"folder or bucket (s3://, obs://, oss://) with {LAYOUT}"
-RESIZE, CROP, SYNTHETIC_CROP = 256, 224, 48
+RESIZE = 256
+CROP = 224
+SYNTHETIC_CROP = 48
 TEMPLATE = {"data_source": "data_url", "num_workers": "workers", "result_dir": "output_dir"}  # {the repository's name: ours}
 
 

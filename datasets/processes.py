@@ -209,7 +209,8 @@ def collate_in_own_memory() -> None:
 
 
 def _collated(batch: list, **how: Any) -> Any:
-    info, worker._worker_info = worker._worker_info, None
+    info = worker._worker_info
+    worker._worker_info = None
     try:
         return ORIGINAL(batch, **how)
     finally:

@@ -29,7 +29,8 @@ TORCHVISION = {
 
 # The settings for a small folder, chosen on the pictures that tests/tools/pictures.py draws (tests/benchmarks/RESULTS.md).
 SMALL = {"optimizer": "adamw", "label_smoothing": 0.1, "crop_scale": 0.7, "resize": "whole"}
-BATCH, STEPS = 32, 8  # the largest total batch; the fewest steps of an epoch, for which the batch is made smaller
+BATCH = 32  # the largest total batch
+STEPS = 8  # the fewest steps of an epoch, for which the batch is made smaller
 WARMUP = 0.3  # fraction of the epochs
 # {optimizer: (lr for a total batch of BATCH, power of the batch with which the lr grows, weight decay)}
 RATES = {"adamw": (2e-3, 0.5, 0.05), "sgd": (0.1, 1, 5e-4)}

@@ -17,8 +17,10 @@ class EpochSampler:
     """Batches of sample ids for training: shuffled anew each epoch, the incomplete last global batch dropped."""
 
     def __init__(self, num_samples: int, batch_size: int, seed: int):
-        self.num_samples, self.seed = num_samples, seed
-        self.own, self.shares = range(1), 1
+        self.num_samples = num_samples
+        self.seed = seed
+        self.own = range(1)
+        self.shares = 1
         self._parts = "ranks"
         self.set_global_batch(batch_size)
         self.start_at(epoch=0, consumed=0)
@@ -33,7 +35,8 @@ class EpochSampler:
 
     def _deal(self, own: range, shares: int, parts: str, global_batch: int) -> None:
         _require_within(own, shares, parts)
-        self.own, self.shares = own, shares
+        self.own = own
+        self.shares = shares
         self._parts = parts
         self.set_global_batch(global_batch)
 
@@ -54,7 +57,8 @@ class EpochSampler:
 
     def start_at(self, epoch: int, consumed: int) -> None:
         """Continue in this epoch after `consumed` samples; nothing is read to skip them."""
-        self.epoch, self.consumed = epoch, consumed
+        self.epoch = epoch
+        self.consumed = consumed
 
     @property
     def samples_per_epoch(self) -> int:
@@ -74,7 +78,8 @@ class EpochSampler:
         return np.random.default_rng(self.seed + epoch).permutation(self.num_samples)
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        order, size = self._order(self.epoch), self.global_batch // self.shares
+        order = self._order(self.epoch)
+        size = self.global_batch // self.shares
         for first in range(self.consumed, self.samples_per_epoch, self.global_batch):
             yield order[first + self.own.start * size : first + self.own.stop * size]
 
@@ -110,14 +115,16 @@ class InOrder:
     epoch = 0
 
     def __init__(self, num_samples: int, batch_size: int):
-        self.num_samples, self.batch_size = num_samples, batch_size
+        self.num_samples = num_samples
+        self.batch_size = batch_size
         self.shard(0, 1)
 
     def shard(self, rank: int, world_size: int, whole_batches: bool = False) -> None:
         """From here on, yield every world_size-th sample; with `whole_batches`, every world_size-th batch, so that batches
         have the same samples at every number of ranks. All ranks together see each sample exactly once."""
         _require_within(range(rank, rank + 1), world_size, "ranks")
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
+        self.world_size = world_size
         self.whole_batches = whole_batches
 
     def __iter__(self) -> Iterator[np.ndarray]:

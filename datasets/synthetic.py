@@ -64,7 +64,8 @@ class ColouredNoise:
     """Noise with a colour for each class: a picture is a function of its id, whatever the batch."""
 
     def __init__(self, count: int, size: int, num_classes: int, seed: int) -> None:
-        self.size, self.seed = size, seed
+        self.size = size
+        self.seed = seed
         self.classes = [f"colour {number}" for number in range(num_classes)]
         self.labels = torch.from_numpy(np.random.default_rng(seed).integers(0, num_classes, count))
 
@@ -72,7 +73,8 @@ class ColouredNoise:
         return len(self.labels)
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ids, generator = torch.from_numpy(epoch_and_ids[1]), torch.Generator()
+        ids = torch.from_numpy(epoch_and_ids[1])
+        generator = torch.Generator()
         pixels = torch.empty((len(ids), self.size, self.size, 3), dtype=torch.uint8)
         for picture, number in zip(pixels, ids.tolist()):
             picture.random_(0, 64, generator=generator.manual_seed(self.seed + number))
@@ -90,8 +92,10 @@ class Resident(Loader):
 
     def __init__(self, data_set: Any, sampler: Sampler, device: torch.device, layout: torch.memory_format) -> None:
         super().__init__(None, sampler, device)
-        self.beside, self._layout = False, layout
-        self._size, self._classes = data_set.size, len(data_set.classes)
+        self.beside = False
+        self._layout = layout
+        self._size = data_set.size
+        self._classes = len(data_set.classes)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         images = None

@@ -41,7 +41,8 @@ class _Bounded:
     """A stream of at most `limit` bytes, so that neither an archive bomb nor a giant header fills the memory."""
 
     def __init__(self, stream: Any, limit: float) -> None:
-        self._stream, self._left = stream, limit
+        self._stream = stream
+        self._left = limit
 
     def read(self, size: int) -> bytes:
         content = self._stream.read(min(size, self._left + 1))
@@ -126,7 +127,8 @@ def in_tar(stream: Any, wanted: Wanted) -> Iterator[Member]:
     Other than tarfile, which takes a damaged header for the end, it accounts for every byte. A ValueError or TarError refuses
     all but plain files and folders.
     """
-    at, more = 0, {}
+    at = 0
+    more = {}
 
     def take(size: int) -> bytes:
         nonlocal at
@@ -147,8 +149,10 @@ def in_tar(stream: Any, wanted: Wanted) -> Iterator[Member]:
             elif member.type == tarfile.GNUTYPE_LONGNAME:
                 more = {"path": said.rstrip(b"\0").decode("utf-8", "surrogateescape")}
             continue
-        name, size = _plain(more.get("path", member.name)), int(more.get("size", member.size))
-        sparse, more = "GNU.sparse.major" in more or "GNU.sparse.size" in more, {}
+        name = _plain(more.get("path", member.name))
+        size = int(more.get("size", member.size))
+        sparse = "GNU.sparse.major" in more or "GNU.sparse.size" in more
+        more = {}
         if member.isdir():
             continue
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or sparse or size < 0:
@@ -168,7 +172,8 @@ def in_tar(stream: Any, wanted: Wanted) -> Iterator[Member]:
 
 def _records(said: bytes) -> dict[str, Any]:
     """Return {key: value} of the header that says more of the next file. Each record is b"LENGTH KEY=VALUE\\n"."""
-    found, at = {}, 0
+    found = {}
+    at = 0
     while at < len(said):
         length = int(said[at : said.index(b" ", at)])
         record = said[at : at + length]
@@ -274,7 +279,8 @@ def read_batch(path: str) -> tuple[np.ndarray, np.ndarray]:
         content = file.read(64 * 2**20)
     try:
         batch = _BatchUnpickler(io.BytesIO(content), encoding="bytes").load()
-        images, labels = batch[b"data"].array, batch[b"labels"]
+        images = batch[b"data"].array
+        labels = batch[b"labels"]
         if images.ndim != 2 or images.shape[1] != 3 * 32 * 32 or len(images) == 0:
             raise ValueError(f"its data has shape {images.shape}, not (N, 3072)")
         if type(labels) is not list or len(labels) != len(images):

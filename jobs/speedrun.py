@@ -65,7 +65,8 @@ RECIPES = {
     ("small", 0.94): (1024, 0.2, 0.6, {32: 10}),
 }
 FILTER_RATE = 0.2  # of the convolutions; the rate falls to zero linearly
-LAST_RATE, OTHER_MOMENTUM = 0.12, 0.9  # peak rate of the last layer, after a fifth of the run; momentum of all but filters
+LAST_RATE = 0.12  # peak rate of the last layer, after a fifth of the run
+OTHER_MOMENTUM = 0.9  # of all but filters
 NORM_RATE = 2.0  # peak rate of norms and biases, also after a fifth; with a usual one they would change little in so few steps
 SHIFT = 2  # pixels by which a training image is moved at most, in each direction
 HELD_OUT = 5000
@@ -83,7 +84,8 @@ def main():
     if args.held_out:
         if len(train[1]) <= HELD_OUT:
             raise UserError(f"--held_out true holds out {HELD_OUT} of the training images, and there are {len(train[1])}")
-        train, test = [part[:-HELD_OUT] for part in train], [part[-HELD_OUT:] for part in train]
+        test = [part[-HELD_OUT:] for part in train]
+        train = [part[:-HELD_OUT] for part in train]
     print(f"{len(train[1])} images to train on, {len(test[1])} to test on: {clock(device, begun):.1f} s to load", flush=True)
     training = Training(args, device, *train)
     if device.type != "cpu":
@@ -236,7 +238,8 @@ def pictures(images, ids, mirrored, size):
     last = images.shape[-1] - 1
     along = torch.arange(last + 1, device=images.device)
     shifts = torch.randint(-SHIFT, SHIFT + 1, (2, len(ids), 1), device=images.device)
-    rows, columns = along + shifts[0], torch.where(mirrored[:, None], last - along, along) + shifts[1]
+    rows = along + shifts[0]
+    columns = torch.where(mirrored[:, None], last - along, along) + shifts[1]
     rows, columns = (last - (last - places.abs()).abs() for places in (rows, columns))  # reflected at the edges
     batch = images.permute(0, 2, 3, 1)[ids[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).float()
     if size < images.shape[-1]:
@@ -343,7 +346,8 @@ def resnet(images):
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3) and images.device.type == "cpu":
             module.forward = functools.partial(convolved, module)  # pyright: ignore[reportAttributeAccessIssue] (a method)
-    first, filters = next(model.parameters()).detach(), patch_directions(images[:1000], 3)[1]
+    first = next(model.parameters()).detach()
+    filters = patch_directions(images[:1000], 3)[1]
     others = functional.normalize(first.flatten(1)).view_as(first)
     first.copy_(torch.cat([filters, -filters, others])[: len(first)])
     for name, parameter in model.named_parameters():
@@ -361,7 +365,8 @@ def patch_directions(images, size):
 
 def convolved(conv, images):
     """Return conv(images) for 3 x 3 filters without bias; outputs up to 4 x 4 as a matrix product, which is faster on a CPU."""
-    stride, height, width = conv.stride[0], *images.shape[2:]
+    stride = conv.stride[0]
+    height, width = images.shape[2:]
     if width > 4 * stride:
         return nn.Conv2d.forward(conv, images)
     if (stride, height, width) == (1, 2, 2):  # each of the four outputs sees all four inputs

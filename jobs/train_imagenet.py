@@ -66,7 +66,8 @@ def main():
     if args.memory_format == "nhwc":
         devices.require_feature(device, devices.CHANNELS_LAST)
     args = arguments.replaced(args, workers=devices.loader_workers(args))
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    rank = distributed.get_rank()
+    world_size = distributed.get_world_size()
     if args.weights:
         args = with_options_of_weights(args)
     classifiers.require(args.arch, args.image_size)
@@ -219,7 +220,8 @@ def options():
     parser = arguments.general_parser(__doc__, data=imagenet.DATA, workers=None)
     parser.set_defaults(epochs=90, batch_size=256, lr=0.1, weight_decay=5e-5)
     arguments.explain(parser, lr="learning rate behind the warm-up, for a total batch of --lr_batch; it grows with that")
-    parser.recipes, parser.respell = RECIPES, spellings.respell
+    parser.recipes = RECIPES
+    parser.respell = spellings.respell
     imagenet.add_options(parser)
     group.add_options(parser)
     norms.add_options(parser)
@@ -401,7 +403,8 @@ def evaluate(model, loader, classes, autocast):
     model.eval()
     for buffer in model.buffers():  # every rank evaluates with rank 0's running statistics, which the checkpoint has
         distributed.broadcast(buffer, 0)
-    scores, seconds = Scores(classes, loader.device, loader.pixels, loader.file_of), []
+    scores = Scores(classes, loader.device, loader.pixels, loader.file_of)
+    seconds = []
     for images, labels in loader:
         began = time.perf_counter()
         with autocast:

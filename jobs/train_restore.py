@@ -44,7 +44,8 @@ def main():
     device = devices.choose(args)
     group.join(args, device)
     args = arguments.replaced(args, workers=devices.loader_workers(args))
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    rank = distributed.get_rank()
+    world_size = distributed.get_world_size()
     torch.manual_seed(args.seed)
     watch.lap("parameters")
 

@@ -73,7 +73,9 @@ def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
     opened: Optional[tuple[str, str, int]] = None  # indentation, tag and line number of a block
     for number, line in enumerate(lines, start=1):
         place = f"{name}:{number}"
-        opening, closing, was = OPEN.fullmatch(line), CLOSE.fullmatch(line), WAS.fullmatch(line)
+        opening = OPEN.fullmatch(line)
+        closing = CLOSE.fullmatch(line)
+        was = WAS.fullmatch(line)
         if closing:
             if not opened:
                 raise BlockError(f"{place}: ### end {closing[2]} ### closes a block that was never opened")
@@ -205,7 +207,8 @@ def reverted(path: Union[str, Path]) -> str:
 
 
 def apply(base: list[str], blocks: list[Block]) -> list[str]:
-    lines, position = [], 0
+    lines = []
+    position = 0
     for block in sorted(blocks, key=lambda block: (block.at, bool(block.was), ORDER.index(block.tag))):
         lines += base[position : block.at]
         lines += block.text
@@ -258,7 +261,8 @@ def rebase(path: Path, base: list[str]) -> list[str]:
         moved.update({match.a + offset: match.b + offset for offset in range(match.size)})
     placed = []
     for block in blocks:
-        before, after = moved.get(block.at - 1), moved.get(block.at)
+        before = moved.get(block.at - 1)
+        after = moved.get(block.at)
         if block.was:
             if after is None or any(moved.get(block.at + offset) != after + offset for offset in range(len(block.was))):
                 raise BlockError(f"{path}: the {block.tag} block `{block.text[0].strip()}` replaces a line that has changed")
@@ -291,7 +295,8 @@ def table(paths: Sequence[str] = ()) -> str:
     rows = ["| job | blocks | lines added | base lines replaced |", "|---|---|---|---|"]
     for name, path in [(path, path) for path in paths] or [(f"jobs/{path.name}", path) for path in feature_jobs()]:
         code = [block for block in read(path)[1] if block.code]
-        added, replaced = sum(len(block.code) for block in code), sum(len(block.was) for block in code)
+        added = sum(len(block.code) for block in code)
+        replaced = sum(len(block.was) for block in code)
         rows.append(f"| `{name}` | {len(code)} | {added} | {replaced} |")
     return "\n".join(rows)
 

@@ -47,7 +47,8 @@ def for_all(options: argparse.Namespace, work: Callable[..., Any]) -> tuple[Coun
     paths_of = {root: [os.path.join(root, name) for name in files.images_below(root)] for root in roots(options.root)}
     if not any(paths_of.values()):
         raise UserError(f"{one_line(options.root)} holds no image: give the folder of the data set")
-    counts, sizes = Counter(), Counter()
+    counts = Counter()
+    sizes = Counter()
     with Progress(f"{options.verb} {options.root}", sum(map(len, paths_of.values())), "images") as progress:
         for root, paths in paths_of.items():
             for outcome, size in samples.for_each(root, paths, options.threads, work):
@@ -58,9 +59,12 @@ def for_all(options: argparse.Namespace, work: Callable[..., Any]) -> tuple[Coun
 
 
 def fill(cache: SampleCache, options: argparse.Namespace) -> None:
-    verify, began = options.verb == "load", time.monotonic()
+    verify = options.verb == "load"
+    began = time.monotonic()
     counts, sizes = for_all(options, functools.partial(samples.put, cache, verify=verify))
-    seconds, megabytes, images = time.monotonic() - began, sum(sizes.values()) / 1e6, sum(counts.values())
+    seconds = time.monotonic() - began
+    megabytes = sum(sizes.values()) / 1e6
+    images = sum(counts.values())
     hits = counts[samples.THERE]
     first = f"{hits} hits, {images - hits} misses" if verify else f"{hits} were there"
     rest = {TOO_LARGE: "refused as too large (memcached -I)", NOT_STORED: "not stored", samples.UNREADABLE: "unreadable"}

@@ -91,7 +91,8 @@ PLATFORMS: dict[str, Callable[[int, int, int], Injected]] = {
 
 def ascend(node: int, nodes: int, port: int, card: int, cards: int, table: str) -> Injected:
     """Return (arguments, variables) that ModelArts' Ascend engine gives a card's process. `table`: path of the rank table."""
-    rank, size = str(node * cards + card), str(nodes * cards)
+    rank = str(node * cards + card)
+    size = str(nodes * cards)
     ours = {"RANK_TABLE_FILE": table, "RANK_ID": rank, "RANK_SIZE": size, "ASCEND_DEVICE_ID": str(card)}
     return [], {**modelarts_image(node, nodes, port)[1], **ours}
 

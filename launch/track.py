@@ -38,7 +38,8 @@ def track(run: str, to: str, follow: bool) -> None:
         if is_bucket(run):  # what wandb and swanlab write themselves stays
             os.environ.setdefault("WANDB_DIR", os.getcwd())
             os.environ.setdefault("SWANLAB_LOG_DIR", os.path.join(os.getcwd(), "swanlog"))
-        follower, over = Follower(folder, to, lambda text: print(text.replace(folder, run))), not follow
+        follower = Follower(folder, to, lambda text: print(text.replace(folder, run)))
+        over = not follow
         while not _send(run, folder, follower, over):
             over = has_ended(folder)  # and looks again: the other files may be older than the journal
             time.sleep(PAUSE)

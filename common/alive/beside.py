@@ -37,7 +37,8 @@ class Rank:
 
     def __init__(self, pid: int, worker: Worker, orders: socket.socket):
         self.pid = pid
-        self._worker, self._orders = worker, orders
+        self._worker = worker
+        self._orders = orders
         self._stops_well = False  # whether the process had a handler for SIGTERM at the last poll()
         self.doubt = ""  # for the log: another signal that may have ended the process, besides the one that poll() returns
 

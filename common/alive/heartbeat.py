@@ -82,17 +82,20 @@ class Wait:
     """A reported wait: for what, since when, and until when it does not count as a hang. Several processes may report it."""
 
     def __init__(self, memory: mmap.mmap, at: int):
-        self._memory, self._at = memory, at
+        self._memory = memory
+        self._at = at
 
     def _read(self):
         return _WAIT.unpack_from(self._memory, self._at)
 
     def report_begin(self, what: str, since: float, until: float) -> bool:
         """Report a wait that is a hang after `until`. Return whether to log it: not if it goes on, or recurs too soon."""
-        now, name = time.monotonic(), what.encode()[:160].ljust(160, b"\0")
+        now = time.monotonic()
+        name = what.encode()[:160].ljust(160, b"\0")
         began, over, before, known = self._read()
         if began and (over < now or name != known):  # an earlier wait, whose end was not reported
-            before, began = before + min(over, now) - began, 0.0
+            before = before + min(over, now) - began
+            began = 0.0
         _WAIT.pack_into(self._memory, self._at, began or max(since, min(over, now)), until, before, name)
         return name != known or now - over > QUIET_SECONDS
 

@@ -53,7 +53,8 @@ class Parent:
 
     def _meet_again(self) -> channel.Go:
         """Wait until all nodes have ended their workers; return the next attempt's start message, or raise TrainingFailed."""
-        supervisor, loop = self._supervisor, self._loop
+        supervisor = self._supervisor
+        loop = self._loop
         supervisor.attempt += 1
         supervisor.say(f"restart {supervisor.attempt} of {supervisor.max_restarts} from the last checkpoint")
         loop.forget()

@@ -35,8 +35,10 @@ class Patience:
         """`seconds`: the time limit; None: that of --patience, or 300 in a program without this option."""
         self.seconds = limit() if seconds is None else seconds
         self._wait = heartbeat.of_this_process().store
-        self._stop, self._lock = threading.Event(), threading.Lock()
-        self._since, self._failures = 0.0, 0
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._since = 0.0
+        self._failures = 0
 
     def set_limit(self, seconds: float, in_the_way: bool) -> None:
         """Set another limit, also for attempts under way. `in_the_way`: training waits for them, so the watcher must know."""
@@ -45,7 +47,8 @@ class Patience:
 
     def succeeded(self, what: str = "", say: Say = print) -> None:
         """Note a success, which ends a row of failures. If there was a wait for `what`, end it, and `say` so if it was long."""
-        self._since, self._failures = 0.0, 0
+        self._since = 0.0
+        self._failures = 0
         if what and (waited := self._wait.report_end(what)) > WORTH_A_LINE:
             say(f"warning: {what} has answered after {waited:.0f} s")
 

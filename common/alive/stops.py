@@ -31,7 +31,8 @@ class Stops:
     def listen(self, obey: Callable[[int], object], counts: Optional[Callable[[], object]] = None) -> None:
         """Handle the stop signals from here on. `obey(number)` saves and ends the process; `counts()` returns whether a
         signal that has come is meant for the run; None: each one is."""
-        self._obey, self._counts = obey, counts
+        self._obey = obey
+        self._counts = counts
         for number in STOP_SIGNALS:
             before = signal.signal(number, self.note)
             if before not in (None, self.note):

@@ -103,7 +103,8 @@ class Watcher:
 
     def _obey(self):
         """If the rank asks for it, connect to the other ranks' watchers; block until all have come, or warn after a minute."""
-        loop, rank = self._loop, self._worker.process
+        loop = self._loop
+        rank = self._worker.process
         order = rank.order(0)
         if order is None:
             return
@@ -124,7 +125,9 @@ class Watcher:
         print(f"rank {self._here.rank}: {one_line(text)}", flush=True)
 
     def _carry_out(self, verdict: Fault) -> None:
-        loop, worker, rank = self._loop, self._worker, self._here.rank
+        loop = self._loop
+        worker = self._worker
+        rank = self._here.rank
         if rank == verdict.get("stack_of"):
             print(worker.stack(), end="", file=sys.stderr, flush=True)
         alone = not loop.hub and not loop.connection

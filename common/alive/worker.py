@@ -49,7 +49,8 @@ class Worker:
     """A worker process, and the progress that it has reported through shared memory."""
 
     def __init__(self, rank: int, files: str):
-        self.rank, self.files = rank, files
+        self.rank = rank
+        self.files = files
         self.process: Any = None  # a Popen or a beside.Rank, once it is started
         self.pulse = heartbeat.create(files)
         self.changed = self.looked = time.monotonic()
@@ -61,7 +62,9 @@ class Worker:
         self.reported = False
 
     def look(self) -> None:
-        now, seen, waited = time.monotonic(), self.pulse.read(), self.pulse.waited()
+        now = time.monotonic()
+        seen = self.pulse.read()
+        waited = self.pulse.waited()
         self._look_for_a_disk(now)
         # Time in which the rank waited for a store or a disk, or in which both processes were suspended, is not idle time.
         slept = now - self.looked if now - self.looked > ASLEEP_SECONDS else 0.0
@@ -80,7 +83,8 @@ class Worker:
 
     def _look_for_a_disk(self, now: float) -> None:
         """Report (shared memory, log) when the kernel begins or ceases to block the rank on a disk; the rank itself cannot."""
-        disk, longest = self.pulse.disk, patience.limit()
+        disk = self.pulse.disk
+        longest = patience.limit()
         idle = self.code is None and (now - self.changed > held.least_seconds() or disk.text())
         since = self.held.look(self.process.pid) if idle else None
         who = f"warning: rank {self.rank} (process {self.process.pid})"
@@ -99,7 +103,8 @@ class Worker:
         phase, steps = self.last
         idle = 0.0 if self.code is not None else time.monotonic() - self.changed  # no other rank waits for one that has ended
         median = statistics.median(self.step_seconds) if self.step_seconds else 0.0
-        store, disk = self.pulse.store, self.pulse.disk
+        store = self.pulse.store
+        disk = self.pulse.disk
         return {
             "rank": self.rank, "phase": phase, "steps": steps, "idle": idle, "median": median,
             "waits": store.text() or disk.text(), "waiting": store.lasts() or disk.lasts(),
@@ -112,7 +117,8 @@ class Worker:
     def fault(self, home: str) -> Optional[Fault]:
         """Return a report of the fault of the worker, or None. `home`: its node or host."""
         phase, steps = self.last
-        name, where = f"rank {self.rank} ({home})", f"after step {steps}, in phase {phase}"
+        name = f"rank {self.rank} ({home})"
+        where = f"after step {steps}, in phase {phase}"
         if self.code is None:
             halted = self.stopped_since and time.monotonic() - self.stopped_since > STOPPED_SECONDS
             return cause(f"{name} is stopped (state T) {where}") if halted else None

@@ -138,7 +138,8 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
     }
     # For jobs that have no such options, need no special device, or do not describe their data for the report.
     parser.set_defaults(**absent, needs=(), data=None)
-    rank, seed = number(int, at_least=0), number(int, at_least=0, below=2**31)
+    rank = number(int, at_least=0)
+    seed = number(int, at_least=0, below=2**31)
 
     add = parser.add_argument_group("training").add_argument
     which = "true: the GPU (or NPU, XPU), an error without one; false: the CPU; unset: the GPU if there is one"

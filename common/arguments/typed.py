@@ -48,7 +48,8 @@ def as_meant(parser: argparse.ArgumentParser, argv: list[str], from_a_console: b
 
     `from_a_console`: remove blanks that were typed around a value. An option with an empty value is dropped.
     """
-    given, words = [], list(reversed(argv))
+    given = []
+    words = list(reversed(argv))
     trimmed = str.strip if from_a_console else str
     while words:
         word = words.pop()
@@ -95,7 +96,8 @@ def names_of(parser: argparse.ArgumentParser) -> list[str]:
 def unknown_options(parser: argparse.ArgumentParser, unknown: list[str], ignore: Iterable[str]) -> dict[str, str]:
     """Return {name: value} of the unknown options, without those of platforms and --ignore; refuse a word that is no option."""
     passed = {*PLATFORM_OPTIONS, *(normal_name(name) for names in ignore for name in names.split(","))}
-    found, words = {}, list(reversed(unknown))
+    found = {}
+    words = list(reversed(unknown))
     while words:
         name, equals, value = words.pop().partition("=")
         if not name.startswith("--") or name == "--":
@@ -109,7 +111,8 @@ def unknown_options(parser: argparse.ArgumentParser, unknown: list[str], ignore:
 
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: Iterable[str]) -> None:
     for name in unknown:
-        meant, shown = nearest(name, names_of(parser)), one_line(name)[:80]
+        meant = nearest(name, names_of(parser))
+        shown = one_line(name)[:80]
         if normal_name(name) in OF_SEVERAL_DEVICES:
             job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
             parser.error(

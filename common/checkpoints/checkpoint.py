@@ -65,7 +65,8 @@ class Snapshot:
 
     def on_host(self) -> dict:
         """Return the copy, with all tensors on the CPU. It is called once, in the thread that writes it."""
-        state, self._state = self._state, {}
+        state = self._state
+        self._state = {}
         if self._gpu is None or not self._is_on_gpu:
             return state
         devices.use(self._gpu)
@@ -253,7 +254,8 @@ def sweep(folder: str, left: Iterable[str] = ()) -> None:
     with raising_taken_over(os.path.join(folder, "any")):
         for place in (*beside, *left):
             path = os.path.join(folder, os.path.basename(place).removesuffix(TEMPORARY))
-            its, saved = names.parse(os.path.basename(path)), re.sub(r"json$", "pt", path)
+            its = names.parse(os.path.basename(path))
+            saved = re.sub(r"json$", "pt", path)
             if its and its.ending == "json" and _describes(place, saved) and not _describes(path, saved):
                 os.replace(place, path)
             else:
@@ -278,7 +280,8 @@ def surplus(there: Iterable[str], keep: int, about: dict, damaged: Collection[in
 
     `about`: the manifest of the checkpoint just written or restored. Higher numbers stay unless they are in `damaged`.
     """
-    best, now = about["best"] or {}, about["samples_seen"]
+    best = about["best"] or {}
+    now = about["samples_seen"]
     there = list(there)
     found = [(name, its) for name in there if (its := names.parse(name.removeprefix(names.FOLDER))) and its.start == 1]
     numbers = sorted({its.samples for _, its in found if its.ending == "json"} - {*damaged})

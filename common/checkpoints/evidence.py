@@ -25,7 +25,8 @@ class Evidence:
 
     def __init__(self, args: argparse.Namespace, say: Callable[[str], None], last_good: Callable[[], str]):
         self._args = args
-        self._say, self._last_good = say, last_good
+        self._say = say
+        self._last_good = last_good
         self.attempt: Optional[Attempt] = None
         self._ledger: Any = None
 
@@ -85,13 +86,15 @@ class Attempt:
     def __init__(self, folder: str, say: Callable[[str], None]):
         self._file: Optional[io.FileIO] = None
         self.left = False  # whether there was a file: the start before did not end as it should
-        self._say, self._warned = say, False
+        self._say = say
+        self._warned = False
         self._path = os.path.join(folder, ".attempt")
         last = (-1, -1, -1, -1)
         with contextlib.suppress(OSError, struct.error), open_regular(self._path) as file:
             self.left = True
             last = self._FORM.unpack(file.read(self._FORM.size))
-        died_in, before = last[:2], last[2:]
+        died_in = last[:2]
+        before = last[2:]
         self.died_twice_in = died_in if died_in[0] >= 0 and died_in == before else None
         self._died_in = died_in if died_in[0] >= 0 else before
         with self._warning_once():

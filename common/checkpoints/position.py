@@ -21,7 +21,8 @@ class Position:
         return cls(**{field.name: about[field.name] for field in dataclasses.fields(cls)})
 
     def after_step(self, samples: int) -> "Position":
-        seen, consumed = self.samples_seen + samples, self.consumed + samples
+        seen = self.samples_seen + samples
+        consumed = self.consumed + samples
         return dataclasses.replace(self, samples_seen=seen, total_steps=self.total_steps + 1, consumed=consumed)
 
     def after_epoch(self, best: Optional[Mapping[str, Any]]) -> "Position":

@@ -40,7 +40,8 @@ class Failures:
 
     def add(self, error: Exception) -> bool:
         """Record the error of an attempt to publish; return whether its reason differs from that of the attempt before."""
-        before, now = self._why, time.monotonic()
+        before = self._why
+        now = time.monotonic()
         self._why = re.sub(r"^.* answered ", "", one_line(error))  # without the request, which names another file each time
         self._refused_since = (self._refused_since or now) if isinstance(error, UserError) else 0.0
         self.refused = self._why if self._refused_since and now - self._refused_since > limit() else ""
@@ -58,7 +59,8 @@ class Publisher:
         self._say = say
         self._uploads = Uploads(url, say)
         self._there: Files = {}  # the files that the bucket has
-        self._wake, self._over = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._over = threading.Event()
         self._thread: Optional[threading.Thread] = None
         self._surplus: Optional[Surplus] = None
         self._pruned: Optional[Surplus] = None

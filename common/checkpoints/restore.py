@@ -55,7 +55,8 @@ def find_checkpoint(args: argparse.Namespace, places: list, ours: dict, say: Cal
 
     `places`: its RunFolder, and a RunBucket if it has one. `ours`: its identity().
     """
-    folder, here = args.checkpoint_dir, args.world
+    folder = args.checkpoint_dir
+    here = args.world
     afresh = args.resume == "never" and not here.restart_count
     in_places = [place.bring_newest(only_look=afresh) for place in places]
     has_run = any(in_places)

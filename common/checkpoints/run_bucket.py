@@ -26,7 +26,8 @@ class RunBucket:
     """A place of a run, as a RunFolder is: each start has a number in it, 1 where there was none before."""
 
     def __init__(self, args: argparse.Namespace, say: Callable[[str], None] = print):
-        self._args, self._say = args, say
+        self._args = args
+        self._say = say
         self._bucket = bucket.Bucket(args.output_url, say)
         self._starts = starts.Starts(self._bucket)
         self._publisher: Any = None  # from begin() on
@@ -50,9 +51,11 @@ class RunBucket:
 
         Raise UserError if the folder holds another run, or has no checkpoint and all fetched are damaged.
         """
-        args, place = self._args, self._bucket
+        args = self._args
+        place = self._bucket
         items = {place.relative(item.key): item for below in FOLDERS for item in place.items(place.below() + below)}
-        there, here = starts.checkpoints(items), checkpoint.numbers(args.checkpoint_dir)
+        there = starts.checkpoints(items)
+        here = checkpoint.numbers(args.checkpoint_dir)
         if not there or only_look:
             return bool(there)
         if here:
@@ -74,7 +77,8 @@ class RunBucket:
     def fetch_growing_files(self) -> None:
         """Fetch files that starts append to or report.html shows, if the disk lacks them or has less of what is appended to, as
         where another machine has gone on with the run: its own would replace these."""
-        place, folder = self._bucket, self._args.output_dir
+        place = self._bucket
+        folder = self._args.output_dir
         items = {place.relative(item.key): item for item in place.items(place.below())}
         copies = starts.copies(items)  # preferred, as a frozen earlier start may have overwritten the files themselves late
         wanted = [name for name in items if GROWS.fullmatch(name) or OF_THE_PAGE.fullmatch(name)]
@@ -123,7 +127,8 @@ class RunBucket:
         except TakenOver:
             raise
         except (UserError, TrainingFailed) as error:
-            there, wanted = self._args.output_dir, self._args.output_url
+            there = self._args.output_dir
+            wanted = self._args.output_url
             raise TrainingFailed(f"the results are in {there}, but not all are in {wanted}: {error}") from None
         self._say(f"published to {self._args.output_url}")
 
@@ -136,7 +141,8 @@ def _has_less(path: str, item: bucket.Item, name: str) -> bool:
 
 def _bring(place: bucket.Bucket, items: dict[str, bucket.Item], start: int, samples: int, folder: str) -> None:
     """Fetch checkpoint N-START.pt (or N.pt) of the bucket as N.pt; raise Damaged if it is incomplete or damaged."""
-    theirs, ours = _files_of(names.of_checkpoint(samples, "pt", start)), _files_of(names.of_checkpoint(samples, "pt"))
+    theirs = _files_of(names.of_checkpoint(samples, "pt", start))
+    ours = _files_of(names.of_checkpoint(samples, "pt"))
     if names.FOLDER + theirs[0] not in items:
         raise download.Damaged(f"checkpoint {theirs[0]} is missing in {place.url(place.below())}")
     for there, here in zip(theirs, ours):  # the manifest last, as when it was written
@@ -177,7 +183,8 @@ def fetched(path: str, inputs: str, say: Callable) -> str:
     if not path.endswith(".pt"):
         return storage.fetch(path, say=say, inputs=inputs)
     url, name = os.path.split(path)
-    place, folder = bucket.Bucket(url, say), local_folder(url, inputs)
+    place = bucket.Bucket(url, say)
+    folder = local_folder(url, inputs)
     wanted = _files_of(name)
     items = {place.relative(item.key): item for item in place.items(place.below())}
     for needed in (wanted[0], wanted[-1]):

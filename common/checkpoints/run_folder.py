@@ -46,7 +46,8 @@ class RunFolder:
 
     def manifests(self) -> set[tuple[int, int, str]]:
         """Return {(samples seen, 0, digest)} of the manifests, to see what other starts write meanwhile."""
-        folder, there = self._args.checkpoint_dir, set()
+        folder = self._args.checkpoint_dir
+        there = set()
         for number in checkpoint.numbers(folder):
             with contextlib.suppress(OSError):  # another start has just removed it
                 there.add((number, 0, files.sha256(re.sub(r"pt$", "json", checkpoint.path_of(folder, number)))))
@@ -170,7 +171,8 @@ def listed(folder: str) -> list[str]:
 
 def describe_files(args: argparse.Namespace) -> str:
     """Return text for the log: which result files there are, in which folder or bucket, and where TensorBoard's files are."""
-    folder, url = args.output_dir, args.output_url
+    folder = args.output_dir
+    url = args.output_url
     shown = ("report.html", "metrics.jsonl", "curves.png", "report.txt")
     there = [name for name in shown if os.path.exists(os.path.join(folder, name))]
     parts = [f"{', '.join(there)} in {url or folder}"] if there else []

@@ -132,7 +132,8 @@ class Saving:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written; raise an error if that has failed."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         try:
             if pending:
                 pending.result()
@@ -154,7 +155,8 @@ class Saving:
         weights_of_epoch: Optional[int],
         check: Optional[Callable[[], None]],
     ) -> None:
-        folder, output_dir = self._args.checkpoint_dir, self._args.output_dir
+        folder = self._args.checkpoint_dir
+        output_dir = self._args.output_dir
         state = snapshot.on_host()
         if check:
             check()
@@ -197,7 +199,8 @@ class Saving:
 
 def _of_the_epoch(state: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
     """Return the contents of the JSON file beside the weights of an epoch."""
-    row, options = state["run"]["history"][-1], about["arguments"]
+    row = state["run"]["history"][-1]
+    options = about["arguments"]
     metrics = {name: value for name, value in row.items() if name not in ("epoch", "steps", "samples")}
     said = {name: options[name] for name in OPTIONS if options.get(name) is not None}
     return {"epoch": row["epoch"], "metrics": metrics, "classes": about["classes"], **said}

@@ -35,7 +35,9 @@ class Place(Protocol):
 
 def choose(args: argparse.Namespace) -> torch.device:
     """Set up and return this rank's accelerator; the CPU if --enable_gpu is false, or unset and none is there or promised."""
-    here, cut, name = args.world, slices(), kinds.accelerator()
+    here = args.world
+    cut = slices()
+    name = kinds.accelerator()
     _limit_threads(here)
     if here.local_rank < len(cut):
         os.environ["CUDA_VISIBLE_DEVICES"] = cut[here.local_rank]
@@ -113,7 +115,8 @@ def _choose_algorithms(kind: kinds.Kind, deterministic: bool) -> None:
 
 def fewer_than_promised(args: argparse.Namespace) -> Optional[str]:
     """Return a sentence if torch sees some accelerators, but for no known reason fewer than the platform says; else None."""
-    here, seen = args.world, count() if args.enable_gpu is not False else 0
+    here = args.world
+    seen = count() if args.enable_gpu is not False else 0
     if not 0 < seen < here.gpus_promised or here.owns_the_only(seen):
         return None
     what = f"{here.gpus_promised} {kinds.noun()}s"

@@ -21,7 +21,10 @@ if TORCH < (2, 5) and importlib.util.find_spec("torch_npu"):  # a newer torch im
     importlib.import_module("torch_npu")
 
 # Features that a job may need of its device.
-DATA_PARALLEL, DALI, COMPILE, CHANNELS_LAST = "DataParallel", "DALI", "--compile", "the channels-last layout"
+DATA_PARALLEL = "DataParallel"
+DALI = "DALI"
+COMPILE = "--compile"
+CHANNELS_LAST = "the channels-last layout"
 
 DDP_INSTEAD = "take train_ddp.py"
 NCHW_INSTEAD = "take train.py, or --memory_format nchw where the job has it"

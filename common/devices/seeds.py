@@ -10,7 +10,11 @@ import torch
 
 from common.devices import work
 
-HEAD, EVALUATION, TAIL, BATCH = -1, -2, -3, -4  # places: before an epoch's steps, after them, after end_epoch(), in a loader
+# Places.
+HEAD = -1  # before an epoch's steps
+EVALUATION = -2  # after them
+TAIL = -3  # after end_epoch()
+BATCH = -4  # in a loader
 
 
 def seed_step(seed: int, samples_seen: int, part: int) -> None:

@@ -18,7 +18,8 @@ from common.files import MIB
 from common.machine import cores, drivers
 from common.world import World, network
 
-CLOCK_DOUBTFUL, CLOCK_BAD = 2, 300  # seconds; stores refuse signatures that are 15 minutes off, some sooner
+CLOCK_DOUBTFUL = 2  # seconds
+CLOCK_BAD = 300  # seconds; stores refuse signatures that are 15 minutes off, some sooner
 GPU_BUSY_MIB = 1024  # with more in use, a GPU is busy; a rank that has just started uses half of it
 NCCL_SHM = 32 * MIB  # bytes of /dev/shm that NCCL may take for each rank
 TOOLS = {"GPU": "nvidia-smi and CUDA_VISIBLE_DEVICES", "NPU": "npu-smi info and ASCEND_RT_VISIBLE_DEVICES"}
@@ -29,14 +30,16 @@ TOOLS = {"GPU": "nvidia-smi and CUDA_VISIBLE_DEVICES", "NPU": "npu-smi info and 
 
 def check_place(here: World) -> Finding:
     rule, _, advice = here.rule.partition("; ")
-    nodes, ranks = count(here.num_nodes, "node"), count(here.local_world_size, "rank")
+    nodes = count(here.num_nodes, "node")
+    ranks = count(here.local_world_size, "rank")
     found = f"{here.platform} ({rule}): {nodes} of {ranks}"
     return doubtful("place", found, advice) if advice else good("place", found)
 
 
 def check_gpus(enable_gpu: Optional[bool], here: World, in_use: list[tuple]) -> Finding:
     """Check that torch sees a device for each rank, unless the CPU is to compute. `in_use`: [(number, MiB, percent busy)]."""
-    seen, noun = devices.count(), devices.noun()
+    seen = devices.count()
+    noun = devices.noun()
     if enable_gpu is False:
         return good("gpus", f"--enable_gpu false: the CPU computes, with {count(cores.count(), 'core')}")
     if not seen and (enable_gpu or here.gpus_promised):
@@ -142,7 +145,8 @@ def check_clock(ahead: float, other: str) -> Finding:
 
 def nccl_shm_bytes(args: argparse.Namespace) -> int:
     """Return the bytes of /dev/shm that NCCL may need on this node. Loaders' batches are not counted: they can use pipes."""
-    ranks, gpus = args.world.local_world_size, args.enable_gpu is not False and devices.available()
+    ranks = args.world.local_world_size
+    gpus = args.enable_gpu is not False and devices.available()
     return ranks * NCCL_SHM if gpus and ranks > 1 and not devices.is_ascend() else 0
 
 

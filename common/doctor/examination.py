@@ -58,13 +58,14 @@ class Examination:
 
     # --- The nodes, where the platform started a process on each ---
 
-    def supervisor(self, supervisor: Supervisor) -> None:
+    def supervisor(self, of_this_node: Supervisor) -> None:
         """Prepare the supervisor: no restarts, a wait of --doctor_seconds, and the findings that this node sends to node 0."""
-        self._supervisor = supervisor
-        supervisor.max_restarts, supervisor.join_seconds = 0, self._seconds
+        self._supervisor = of_this_node
+        of_this_node.max_restarts = 0
+        of_this_node.join_seconds = self._seconds
         if self.here.num_nodes > 1 and self.here.node_rank == 0:
-            self.add(checks.check_secret(bool(supervisor.key), self.here.master_port))
-        supervisor.hello["findings"] = list(self.findings)
+            self.add(checks.check_secret(bool(of_this_node.key), self.here.master_port))
+        of_this_node.hello["findings"] = list(self.findings)
         self._folder = tempfile.TemporaryDirectory(prefix="anyrank-doctor-")
         os.environ[FILE] = os.path.join(self._folder.name, "findings")
 
@@ -78,7 +79,8 @@ class Examination:
             self._add_met()
         if code:
             verdict = supervisor.loop.verdict
-            text, mistake = verdict["text"] if verdict else f"exit code {code}", code == UserError.exit_code
+            text = verdict["text"] if verdict else f"exit code {code}"
+            mistake = code == UserError.exit_code
             self.add(refusal("job", UserError(text)) if mistake else bad("job", text, "see the log of that rank"))
         if here.node_rank:
             supervisor.say("the doctor's findings are in the log of node 0")
@@ -192,7 +194,8 @@ def _of_node(args: argparse.Namespace, here: World) -> Iterator[Finding]:
     if here.node_rank == 0 and args.output_url:
         yield from stores.check_bucket(args.output_url, "output", writes=True)
     if is_bucket(args.input.address):
-        inputs, passes = args.input_dir if args.input.fetched else None, args.input.fetched == "during"
+        inputs = args.input_dir if args.input.fetched else None
+        passes = args.input.fetched == "during"
         yield from stores.check_bucket(args.input.address, "data", inputs=inputs, passes=passes)
     elif args.input.address:
         yield stores.check_web(args.input.address)

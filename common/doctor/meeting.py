@@ -15,12 +15,14 @@ def meet_and_compare_clocks(here: World, seconds: float, findings: list) -> tupl
     """Return (missing ranks, [(node, findings, seconds ahead)] on rank 0, else []). Only a node's first rank gives its node."""
     keys = distributed.PrefixStore("doctor", store.of_all_ranks(here, seconds))
     keys.set(f"says/{here.rank}", json.dumps({"node": None if here.local_rank else here.node_rank, "findings": findings}))
-    missing, others = store.meet(here, keys, seconds), []
+    missing = store.meet(here, keys, seconds)
+    others = []
     if here.rank:
         keys.set(f"clock/{here.rank}", str(time.time()))
         return missing, others
     for rank in set(range(1, here.world_size)) - set(missing):
-        theirs, clock = json.loads(keys.get(f"says/{rank}")), float(keys.get(f"clock/{rank}"))
+        theirs = json.loads(keys.get(f"says/{rank}"))
+        clock = float(keys.get(f"clock/{rank}"))
         others.append((theirs["node"], theirs["findings"], clock - time.time()))
     return missing, others
 

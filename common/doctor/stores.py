@@ -74,7 +74,8 @@ def _try_rename(folder: str) -> None:
 
 def _missing(folder: str) -> list[str]:
     """Return the folders that os.makedirs(folder) would make, the innermost first."""
-    missing, path = [], os.path.abspath(folder)
+    missing = []
+    path = os.path.abspath(folder)
     while not os.path.lexists(path):
         missing.append(path)
         path = os.path.dirname(path)
@@ -117,7 +118,8 @@ def check_bucket(
     if not items and not writes:
         yield bad(what, f"{where} holds nothing", "check the address")
         return
-    total, some = sum(items.values()), "" if whole else "at least "
+    total = sum(items.values())
+    some = "" if whole else "at least "
     done = "written and deleted" if writes else "read"
     yield good(what, f"{where}: {some}{count(len(items), 'object')}, {size(total)}; one was {done}")
     yield check_clock(ahead, "the store")
@@ -130,7 +132,9 @@ def check_bucket(
 
 def _list(place: bucket.Bucket, patience: Patience) -> tuple[dict[str, int], bool, float]:
     """Return ({key: size}, whether these are all, seconds by which this node's clock is ahead of the store's)."""
-    sizes, marker, began = {}, "", time.monotonic()
+    sizes = {}
+    marker = ""
+    began = time.monotonic()
     while True:
         asked = time.time()
         page = place.ask("list_objects", place.below(), patience, Prefix=place.below(), Marker=marker, MaxKeys=1000)

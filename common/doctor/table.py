@@ -8,7 +8,10 @@ from common.errors import SampleError, TrainingFailed, UserError, one_line
 from common.files import MIB
 from common.world import naming
 
-BAD, DOUBTFUL, GOOD = SEVERITIES = ("bad", "doubtful", "good")
+BAD = "bad"
+DOUBTFUL = "doubtful"
+GOOD = "good"
+SEVERITIES = (BAD, DOUBTFUL, GOOD)
 ORDER = (
     "place", "master", "ranks", "clock", "gpus", "driver", "interface", "secret", "shm", "disk", "output", "data", "script",
     "job",

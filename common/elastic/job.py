@@ -17,10 +17,13 @@ from common.run.peers import Fixed
 
 def workers(args: argparse.Namespace) -> None:
     """Make the job elastic if --min_nodes is given; raise a UserError if it cannot be."""
-    here, least = args.world, args.min_nodes
+    here = args.world
+    least = args.min_nodes
     if not least:
         return
-    REPLACED.parent, REPLACED.members, REPLACED.peers = parent, members, peers
+    REPLACED.parent = parent
+    REPLACED.members = members
+    REPLACED.peers = peers
     if heartbeat.has_parent():
         return
     if here.level == "process":

@@ -113,7 +113,8 @@ class Leader:
 
     def _decide(self, now: float) -> None:
         """Form a new group when ranks start, join, are lost or break off a step; wait or stop if too few nodes are left."""
-        parent, last = self._parent, self._parent.generation
+        parent = self._parent
+        last = self._parent.generation
         ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._lost]
         there = quorum.next_members(last["number"], ranks, self._reports.values())
         if last["number"] == 0:
@@ -129,7 +130,8 @@ class Leader:
         why = [*parent.causes, *(f"{self._supervisor.name_of(node)} has joined" for node in sorted(parent.nodes_of(there.new)))]
         self._tries = 0 if why else self._tries + 1
         why = "; ".join(why or ["the connection between two ranks has broken"])
-        before, now_there = parent.nodes_of(last["ranks"]), parent.nodes_of(set(there.ranks) - there.new)
+        before = parent.nodes_of(last["ranks"])
+        now_there = parent.nodes_of(set(there.ranks) - there.new)
         if not quorum.may_continue(before, now_there, self._silent):
             of = f"{len(now_there)} of {count(len(before), 'node')}"
             why += f"; {of} cannot know whether the others go on"
@@ -161,7 +163,8 @@ class Leader:
 
     def _wait_for_more(self, ranks: list[int], why: str, now: float) -> None:
         parent = self._parent
-        fewer, seconds = f"fewer than --min_nodes {parent.min_nodes}", f"{self._supervisor.join_seconds:.0f} s"
+        fewer = f"fewer than --min_nodes {parent.min_nodes}"
+        seconds = f"{self._supervisor.join_seconds:.0f} s"
         if not self._short_since:
             self._short_since = now
             self._supervisor.say(f"{why}; {fewer} remain: waiting for others up to {seconds} (--join_seconds)")
@@ -171,14 +174,17 @@ class Leader:
     def _announce(self, ranks: list[int], why: str, stop: bool = False, writes: Optional[int] = None) -> None:
         """Send the next generation (group of ranks), with these ranks, to all nodes. `stop`: the run is to end.
         `writes`: the rank that writes the files from now on, if the one before is lost; None: the first of the ranks."""
-        parent, last = self._parent, self._parent.generation
+        parent = self._parent
+        last = self._parent.generation
         if self._lighthouse:
             threading.Thread(target=self._lighthouse.shutdown, daemon=True).start()
             self._kept.append(self._lighthouse)
         self._lighthouse = None if stop else quorum.lighthouse(parent.address, len(ranks))
         still_there = last["writes"] in ranks and not parent.nodes_of([last["writes"]]) & self._lost
-        self._short_since, self._stuck_since = 0.0, 0.0
-        self._silent, self._lost = set(), set()
+        self._short_since = 0.0
+        self._stuck_since = 0.0
+        self._silent = set()
+        self._lost = set()
         hub = self._supervisor.loop.hub
         nodes = [[parent.node, parent.address, _listens(self._supervisor.hello)]]
         if hub:

@@ -34,7 +34,8 @@ from common.ranks.collectives import AtOnce, RanksChanged, Stopped
 
 ADDRESS = "ANYRANK_ADDRESS"  # of this node, as the others reach it: set by its parent
 COMES_LATER = "ANYRANK_COMES_LATER"  # set by the parent of a node that joins a run under way
-SHORTEST_NAP, LONGEST_NAP = 0.0001, 0.004  # between two looks at a collective
+SHORTEST_NAP = 0.0001  # seconds between two looks at a collective
+LONGEST_NAP = 0.004
 CONNECT_SECONDS = datetime.timedelta(seconds=10)  # to connect two members; the parents notice what takes longer
 STATE_SECONDS = datetime.timedelta(minutes=10)  # for handing over the state
 FOREVER = datetime.timedelta(hours=24)  # in effect, no timeout: a rank stops waiting when there is a new generation
@@ -44,12 +45,15 @@ class Members:
     """The present process group of this rank. A collective raises RanksChanged if a member was lost or has joined."""
 
     def __init__(self, rank: int, size: int, device: torch.device):
-        self.rank, self.size = rank, size  # of the present generation, once there is one
+        # Of the present generation, once there is one.
+        self.rank = rank
+        self.size = size
         self.writes = False  # whether this rank shows the progress and writes the files
         self.news = ""  # which nodes were lost or have joined since the last step that counted
         self._told = 0  # the generation of the last step that counted
         self.comes_later = COMES_LATER in os.environ  # whether this rank joins a run that is under way
-        self._name, self._device = rank, device  # _name: the rank in the job, which never changes
+        self._name = rank  # in the job, which never changes
+        self._device = device
         self._number = 0  # of the last generation that this rank has tried
         self._pulse = heartbeat.of_this_process()
         self._manager: Any = None  # torchft's
@@ -79,7 +83,8 @@ class Members:
         if self._manager:
             threading.Thread(target=self._manager.shutdown, args=(False,), daemon=True).start()
         ((self._manager, self._group),) = formed
-        self.rank, self.size = offer["ranks"].index(self._name), len(offer["ranks"])
+        self.rank = offer["ranks"].index(self._name)
+        self.size = len(offer["ranks"])
         self.news = "; ".join(why for number, why in offer["changes"] if number > self._told and why)
         if received:
             take(received[0])
@@ -92,7 +97,8 @@ class Members:
                 raise Stopped
             time.sleep(LONGEST_NAP)
         offer = json.loads(Path(f"{os.environ[heartbeat.FILES]}.generation").read_text())
-        self._number, self.writes = offer["number"], offer["writes"] == self._name
+        self._number = offer["number"]
+        self.writes = offer["writes"] == self._name
         if offer["stop"]:
             raise Stopped(offer["why"])
         return offer
@@ -124,13 +130,15 @@ class Members:
 
     def note_step(self) -> None:
         """Note that all ranks of the group have finished a step. Clear `news`, the nodes lost or joined before that step."""
-        self.news, self._told = "", self._number
+        self.news = ""
+        self._told = self._number
 
     @contextlib.contextmanager
     def without_others(self) -> Iterator[None]:
         """Within this context, have rank 0 and size 1, to compute alone what the other members have finished already."""
         present = self.rank, self.size
-        self.rank, self.size = 0, 1
+        self.rank = 0
+        self.size = 1
         try:
             yield
         finally:
@@ -251,12 +259,14 @@ def _transport(address: str) -> Any:
     from torchft.checkpointing import HTTPTransport, http_transport
 
     class TransportServer(http.server.ThreadingHTTPServer):
-        address_family, request_queue_size = _family(address), 1024
+        address_family = _family(address)
+        request_queue_size = 1024
 
         def server_bind(self):
             """Bind without the look-up of the address's name that HTTPServer makes, which may take long."""
             socketserver.TCPServer.server_bind(self)
-            self.server_name, self.server_port = address, self.server_address[1]
+            self.server_name = address
+            self.server_port = self.server_address[1]
 
     http_transport._IPv6HTTPServer = lambda _everywhere, handler: TransportServer((address, 0), handler)
 

@@ -2,7 +2,7 @@
 
 from typing import TypedDict
 
-from common.alive.wire.messages import BOOL, PORT, RANK, STEPS, each, is_address, is_true, record, several, text
+from common.alive.wire.messages import PORT, RANK, STEPS, each, is_address, is_bool, is_true, record, several, text
 
 
 class NodeReport(TypedDict):
@@ -33,7 +33,7 @@ NONE_YET: Generation = {
 # What a node says of its workers: [rank, generation that it waits for] of each that runs, and the ranks that are done.
 HERE = record(workers=several(each(RANK, STEPS)), done=several(RANK), generation=STEPS)
 GENERATION = record(
-    number=STEPS, ranks=several(RANK), writes=RANK, lighthouse=text(200), why=text(8000), stop=BOOL,
+    number=STEPS, ranks=several(RANK), writes=RANK, lighthouse=text(200), why=text(8000), stop=is_bool,
     changes=several(each(STEPS, text(8000)), 100),
     nodes=several(each(RANK, is_address, PORT)),
 )  # fmt: skip

@@ -75,7 +75,8 @@ class ElasticParent:
 
     def _meet(self) -> channel.Go:
         here = self.supervisor.here
-        address, port = here.master_addr, here.master_port
+        address = here.master_addr
+        port = here.master_port
         if self.node == 0:
             try:
                 if here.num_nodes > 1:
@@ -307,7 +308,9 @@ class ElasticParent:
 
     def _go_on_without_leader(self, silent: bool, how: str) -> None:
         """Unless the run ends, lead it if this is the first node left; else join the first. If no node answers, fail."""
-        loop, supervisor, lost = self._loop, self.supervisor, self._led_by
+        loop = self._loop
+        supervisor = self.supervisor
+        lost = self._led_by
         if loop.connection:
             loop.connection.close()
             loop.connection = None

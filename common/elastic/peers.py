@@ -27,8 +27,10 @@ class Elastic(Fixed):
 
     def __init__(self, args: argparse.Namespace, members: Members):
         super().__init__(args)
-        self._members, self.told_to_stop = members, members.told_to_stop
-        self.rank, self.size = members.rank, members.size
+        self._members = members
+        self.told_to_stop = members.told_to_stop
+        self.rank = members.rank
+        self.size = members.size
         self.shows = self.rank == 0 and not members.comes_later
         self.may_write = True
         self._together = self._behind = False  # whether work of all ranks is under way; whether the others have done it
@@ -49,7 +51,8 @@ class Elastic(Fixed):
 
     def _form(self):
         """Join the next group of ranks; if the run is to stop instead, stop it and exit."""
-        run, here = self._run, self._run.position
+        run = self._run
+        here = self._run.position
         run.enter("join")
         place = 2 * here.total_steps + (here.total_steps > 0 and here.consumed == 0)  # a finished evaluation counts as well
         try:
@@ -61,7 +64,8 @@ class Elastic(Fixed):
             if number := self._members.told_to_stop():
                 run.stop_on(number)
             run.stop(str(stop), TrainingFailed.exit_code)
-        self.rank, self.size = self._members.rank, self._members.size
+        self.rank = self._members.rank
+        self.size = self._members.size
         run.shares.deal_again()
         self.agreement.begin()
         self._write_if_chosen()
@@ -74,7 +78,8 @@ class Elastic(Fixed):
     def together(self, work: Callable, *arguments: object) -> Any:
         """Return the result of `work`, of which each rank does a part; do it again if the ranks change meanwhile."""
         deal_tests = self._run.shares.deal_tests
-        self._together, self._behind = True, False
+        self._together = True
+        self._behind = False
         while True:
             try:
                 with self._members.without_others() if self._behind else contextlib.nullcontext():
@@ -91,7 +96,8 @@ class Elastic(Fixed):
         return {"state": state, "about": manifest_of(self._run), "counted": self._counted}
 
     def _take(self, given: dict[str, Any]) -> None:
-        run, about = self._run, given["about"]
+        run = self._run
+        about = given["about"]
         if self._together and about["total_steps"] == run.position.total_steps:
             self._behind = True  # by an evaluation only: this rank repeats it alone, and then closes the epoch, too
             return
@@ -101,7 +107,8 @@ class Elastic(Fixed):
 
     def _exchange(self):
         """Agree on a due stop or save; for --ledger, gather all ranks' sample ids. Called before each step takes effect."""
-        run, gather = self._run, self._members.gather
+        run = self._run
+        gather = self._members.gather
         self.agreement.exchange(lambda own: torch.stack(gather(torch.tensor(own, dtype=torch.float64))).amax(dim=0).tolist())
         ids = run.sample_ids
         if run.args.ledger:

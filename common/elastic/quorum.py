@@ -22,7 +22,8 @@ class NextMembers:
 def next_members(generation: int, last: list[int], reports: Iterable[NodeReport]) -> NextMembers:
     """Return the next group: living ranks of `last` (group number `generation`), and ranks of a new node once all wait."""
     ranks: list[int] = []
-    stuck, done = False, set()
+    stuck = False
+    done = set()
     for report in reports:
         waiting = {rank for rank, wanted in report["workers"] if wanted > (generation if rank in last else 0)}
         living = {rank for rank, _ in report["workers"]}

@@ -56,7 +56,8 @@ class Shares:
                 "--sync_bn true has one statistic for all samples of a step, and each share has its own: leave it out"
             )
         self._args = args
-        self._model, self._sampler = model, train_sampler
+        self._model = model
+        self._sampler = train_sampler
         self._global_batch = global_batch
         self._test_sampler = test_sampler
         self._group = collectives.current()
@@ -81,7 +82,8 @@ class Shares:
         """Deal the shares to the ranks, and group the tensors to exchange: the gradients, last weight first, then the rest."""
         from common.exact import sums
 
-        rank, ranks = self._group.rank, self._group.size
+        rank = self._group.rank
+        ranks = self._group.size
         if ranks > shares:
             raise UserError(
                 f"{ranks} ranks for {shares} shares: each rank computes one or more, so use {shares} ranks at most, "
@@ -103,7 +105,8 @@ class Shares:
 
     @property
     def first_line(self) -> str:
-        many, size = self.number, self._sampler.global_batch // self.number
+        many = self.number
+        size = self._sampler.global_batch // self.number
         if not self._in_order:
             return f"{many} shares of {size} samples, for 1 to {many} ranks; the bits of the result depend on who takes part"
         threads = "" if devices.is_accelerator(self._device) else " with one thread, as CPUs add in another order with more"
@@ -119,9 +122,11 @@ class Shares:
         """Yield this rank's batch share by share. Before each, reset the buffers, set .grad to None and seed the generators."""
         without_average = getattr(self._model, "no_sync", contextlib.nullcontext)  # of DistributedDataParallel
         self._before = [buffer.clone() for buffer in self._buffers]
-        self._added, self._sent = set(), 0
+        self._added = set()
+        self._sent = 0
         for share, tensors in zip(self._own, zip(*(tensor.tensor_split(len(self._own)) for tensor in batch))):
-            self._share, self._passed = share, dict.fromkeys(self._parts, 0)
+            self._share = share
+            self._passed = dict.fromkeys(self._parts, 0)
             if self._buffers and share != self._own[0]:
                 torch._foreach_copy_(self._buffers, self._before)
             for weight in self._weights:

@@ -28,7 +28,8 @@ def grow(roots: list[Root], root: Root, shares: int, add: Callable[[Any, Any], A
             value = add(roots.pop()[2], value)
         elif index % 2 or index + 1 < width or width == 1:
             break  # its sibling comes later, or is another rank's; or this is the top
-        level, index = level + 1, index // 2
+        level = level + 1
+        index = index // 2
     roots.append((level, index, value))
 
 
@@ -45,9 +46,11 @@ class Part:
 
     def __init__(self, tensors: Sequence[torch.Tensor], shares: int, group: Any):
         """`shares`: the number of shares of all ranks; `group`: the ranks, a collectives.All or an elastic job's Members."""
-        self._group, ranks = group, group.size
+        self._group = group
+        ranks = group.size
         self.tensors = list(tensors)
-        self._shares, self._ranks = shares, ranks
+        self._shares = shares
+        self._ranks = ranks
         self._strides = [torch.empty_like(tensor, device="meta").stride() for tensor in self.tensors]
         self._chunk = -(-sum(tensor.numel() for tensor in tensors) // ranks)
         self._places = [places(shares_of(other, ranks, shares), shares) for other in range(ranks)]
@@ -78,7 +81,8 @@ class Part:
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return views of a flat vector that have the shapes and memory layouts of `tensors`."""
-        views, begin = [], 0
+        views = []
+        begin = 0
         for tensor, strides in zip(self.tensors, self._strides):
             views.append(flat.as_strided(tensor.shape, strides, begin))
             begin += tensor.numel()

@@ -16,7 +16,8 @@ ASCEND = Path("/usr/local/Ascend")  # the folder of the driver, and of CANN unle
 
 def nvidia() -> Optional[str]:
     """Return the version of NVIDIA's driver, or None."""
-    library, version = _library(), ctypes.create_string_buffer(96)
+    library = _library()
+    version = ctypes.create_string_buffer(96)
     if library and library.nvmlSystemGetDriverVersion(version, len(version)) == 0:
         return version.value.decode()
     return NVIDIA.read_text().strip() if NVIDIA.exists() else None
@@ -24,7 +25,8 @@ def nvidia() -> Optional[str]:
 
 def gpus() -> int:
     """Return how many NVIDIA GPUs this container may use, also those that CUDA_VISIBLE_DEVICES hides; 0 without NVML."""
-    library, number = _library(), ctypes.c_uint()
+    library = _library()
+    number = ctypes.c_uint()
     return number.value if library and library.nvmlDeviceGetCount_v2(ctypes.byref(number)) == 0 else 0
 
 

@@ -14,7 +14,8 @@ class Average(nn.Module):
     def __init__(self, network: nn.Module, decay: float):
         super().__init__()
         self.module = copy.deepcopy(network)
-        self._decay, self._begun = decay, False
+        self._decay = decay
+        self._begun = False
         self.register_buffer("n_averaged", torch.tensor(0))
         self.register_load_state_dict_post_hook(lambda average, _: average._look())
 
@@ -27,7 +28,8 @@ class Average(nn.Module):
         pairs = list(zip((*self.module.parameters(), *self.module.buffers()), (*network.parameters(), *network.buffers())))
         for averaged in (True, False):  # floating-point tensors, then counters
             chosen = [pair for pair in pairs if pair[0].is_floating_point() == averaged]
-            ours, theirs = [one for one, _ in chosen], [other for _, other in chosen]
+            ours = [one for one, _ in chosen]
+            theirs = [other for _, other in chosen]
             if averaged and self._begun:
                 torch._foreach_lerp_(ours, theirs, 1 - self._decay)
             elif chosen:

@@ -64,7 +64,8 @@ def pictures(args: argparse.Namespace, before: Mapping[str, Any]) -> tuple[dict[
 
 def config(arch: str) -> Any:
     """Return timm's configuration of "timm/NAME"; UserError if there is no such network."""
-    timm, name = _timm(), arch.partition("/")[2].replace("-", "_")
+    timm = _timm()
+    name = arch.partition("/")[2].replace("-", "_")
     try:
         found = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     except RuntimeError:  # no such tag behind the point

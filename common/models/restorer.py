@@ -6,8 +6,11 @@ from torch import nn
 
 from common import devices
 
-WINDOW, SIGMA = 11, 1.5  # of SSIM, as its authors chose them
-K1, K2 = 0.01, 0.03
+# Of SSIM, as its authors chose them.
+WINDOW = 11
+SIGMA = 1.5
+K1 = 0.01
+K2 = 0.03
 
 
 class ResidualBlock(nn.Module):
@@ -55,8 +58,10 @@ def ssim(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             across = F.conv2d(pictures, weights[:, :, None, :], groups=len(weights))
             return F.conv2d(across, weights[:, :, :, None], groups=len(weights))
 
-    mean_x, mean_y = blurred(images), blurred(targets)
-    variance_x, variance_y = blurred(images.square()) - mean_x.square(), blurred(targets.square()) - mean_y.square()
+    mean_x = blurred(images)
+    mean_y = blurred(targets)
+    variance_x = blurred(images.square()) - mean_x.square()
+    variance_y = blurred(targets.square()) - mean_y.square()
     covariance = blurred(images * targets) - mean_x * mean_y
     alike = (2 * mean_x * mean_y + K1**2) * (2 * covariance + K2**2)
     unlike = (mean_x.square() + mean_y.square() + K1**2) * (variance_x + variance_y + K2**2)

@@ -66,7 +66,8 @@ class Board:
 
     def __init__(self, store: Any, what: str, rank: int):
         self._store = store
-        self._what, self._rank = what, rank
+        self._what = what
+        self._rank = rank
 
     def _key(self, *words: object) -> str:
         return "/".join(["anyrank", self._what, *map(str, words)])

@@ -131,7 +131,8 @@ def reduce(values: list, operation: str) -> list[float]:
 
 def broadcast(content: bytes, source: int = 0) -> bytes:
     """Return the bytes of the rank `source` on every rank, verified by a digest; `content` of the other ranks is ignored."""
-    length, digest = torch.tensor([len(content)]), _tensor(hashlib.sha256(content).digest())
+    length = torch.tensor([len(content)])
+    digest = _tensor(hashlib.sha256(content).digest())
     distributed.broadcast(length, source, group=GROUP.control())
     distributed.broadcast(digest, source, group=GROUP.control())
     body = _tensor(content) if distributed.get_rank() == source else torch.zeros(int(length), dtype=torch.uint8)

@@ -104,7 +104,8 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
     # Imported after the group is formed, as by DistributedDataParallel, it keeps the group as a default argument. Then Gloo's
     # threads outlive destroy_process_group, and a thread that releases its last tensor too late aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
-    backend, timeout = devices.collectives_of(device), datetime.timedelta(seconds=seconds)
+    backend = devices.collectives_of(device)
+    timeout = datetime.timedelta(seconds=seconds)
     if here.num_nodes > 1:
         if wrong := network.not_here(os.environ, backend):
             raise UserError(wrong)

@@ -21,7 +21,9 @@ from common.ranks.collectives import GROUP
 from common.world import World, naming
 
 POLL_SECONDS = 0.05
-CAME, ALL = "anyrank/came", "anyrank/missing"  # keys
+# Keys.
+CAME = "anyrank/came"
+ALL = "anyrank/missing"
 
 
 def of_all_ranks(here: World, seconds: float) -> Any:
@@ -59,7 +61,8 @@ def meet(here: World, store: Any, seconds: float) -> list[int]:
 
 
 def _opened(here: World, seconds: float) -> Any:
-    where, timeout = (here.master_addr, here.master_port), datetime.timedelta(seconds=seconds)
+    where = (here.master_addr, here.master_port)
+    timeout = datetime.timedelta(seconds=seconds)
     with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     keeps = here.rank == 0 and not with_agent
     listener = _listener(here) if keeps else None

@@ -16,7 +16,8 @@ from common.errors import UserError, one_line
 from common.files import append, drop_half_a_line
 
 FILES = ("metrics.jsonl", "speed.jsonl", "journal.jsonl", "state.json", "report.json")
-LARGEST, GROUPED = 1 << 30, 1 << 23  # bytes: a file above LARGEST is ignored; above GROUPED, rows of speed.jsonl are joined
+LARGEST = 1 << 30  # bytes: a larger file is ignored
+GROUPED = 1 << 23  # bytes: of a larger speed.jsonl, rows are joined
 CAME = ("from_bucket_mib", "from_bucket_first_mib", "on_disk_mib")  # where the data of a pack came from
 ADDED = (
     "images", "waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused", "waiting_for_storage", *CAME
@@ -168,7 +169,8 @@ def _lines(path: str) -> Iterator[dict]:
 def _joined_rows(rows: Iterator[dict], path: str) -> list[dict]:
     """Join neighbouring rows of an epoch if the file is large, to save memory: sum the values in ADDED, else keep the last."""
     most = os.path.getsize(path) // GROUPED if os.path.exists(path) else 0
-    found, size = [], 0
+    found = []
+    size = 0
     for row in rows:
         if found and size < most and found[-1].get("epoch") == row.get("epoch"):
             size += 1

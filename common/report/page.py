@@ -22,11 +22,17 @@ from common.report.left import CAME, RunFiles
 
 MOST_COLUMNS = 30  # the most classes of a whole confusion matrix; of a larger one, so many confusions are listed
 MANY = 10_000  # from so many pictures on, the accuracy is shown without a range
-MOST_BARS, MOST_ROWS, MOST_OF_A_CURVE, MOST_WARNINGS = 60, 1000, 100, 100
-SIDE, SHOWN = 64, 24  # pixels of a square in examples/mistakes.png, and squares in a row (common/run/scores.py)
+MOST_BARS = 60
+MOST_ROWS = 1000
+MOST_OF_A_CURVE = 100
+MOST_WARNINGS = 100
+# examples/mistakes.png (common/run/scores.py).
+SIDE = 64  # pixels of a square
+SHOWN = 24  # squares in a row
 OF_THIS_RUN = ("--output_dir", "--train_url", "--resume", "--overwrite")  # left out of the command to train again
 WIDEST = 384  # the most pixels in the width or height of an embedded picture
-SAMPLES, EPOCH = ("Samples", "样本数"), ("Epoch", "Epoch")
+SAMPLES = ("Samples", "样本数")
+EPOCH = ("Epoch", "Epoch")
 # The phases in common/run/clock.py.
 PHASES = ("waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused", "waiting_for_storage")
 WORDS = {
@@ -67,7 +73,8 @@ def rendered(text: str, title: str, **facts: Any) -> str:
 
 def outcome(left: RunFiles) -> dict[str, Any]:
     """Return the facts in the first sentence of the page (`result` in template.py)."""
-    (by, best), machine = left.best(), left.start.get("machine")
+    by, best = left.best()
+    machine = left.start.get("machine")
     file = names.weights(best.get("epoch", 0))
     lowest = " (lowest)" if by and left.start.get("best_is") == "lowest" else ""
     last = max((row.get("time", 0) for row in left.journal + left.speed), default=0)
@@ -87,7 +94,8 @@ def _range(left: RunFiles, by: str, share: float) -> Optional[tuple[str, str, in
     samples = sum(row[0] for row in left.scores.get("by_class", ()))
     if by != "accuracy" or not (0 < samples < MANY and 0 <= share <= 1):
         return None
-    middle, width = share + 2 / samples, 2 * math.sqrt(share * (1 - share) / samples + 1 / samples**2)
+    middle = share + 2 / samples
+    width = 2 * math.sqrt(share * (1 - share) / samples + 1 / samples**2)
     low, high = ((middle + sign * width) / (1 + 4 / samples) for sign in (-1, 1))
     return f"{low:.2f}", f"{high:.2f}", samples
 
@@ -120,7 +128,8 @@ def _warnings(left: RunFiles) -> list[tuple[str, int]]:
 
 def _commands(left: RunFiles) -> dict[str, Any]:
     """Return the commands to go on, to train again elsewhere, and to export, each None if not possible; {} if none is known."""
-    command, kept = left.start.get("command"), []
+    command = left.start.get("command")
+    kept = []
     if not isinstance(command, str):
         return {}
     with contextlib.suppress(ValueError):  # shlex raises it for a quote that is not closed
@@ -172,13 +181,15 @@ def _curves(left: RunFiles, best: dict) -> Iterator[dict]:
     marks = [("restart", row.get("samples", 0)) for row in left.events("start")[1:]]
     marks += [("nodes", row.get("samples", 0)) for row in left.events("nodes")]
     marks += [("best", best.get("samples", 0))] if best else []
-    names, lines = left.metrics(), [row for row in left.trained() if "lr" in row]
+    names = left.metrics()
+    lines = [row for row in left.trained() if "lr" in row]
     panels = [["train_loss", "loss"], *([name, "top5"] if name == "accuracy" else [name] for name in names)]
     for panel in panels:
         shown = [name for name in panel if any(name in row for row in left.epochs)]
         if not shown or panel in (["loss"], ["top5"]):
             continue
-        samples, series = [row.get("samples", 0) for row in left.epochs], []
+        samples = [row.get("samples", 0) for row in left.epochs]
+        series = []
         if panel[0] == "train_loss":
             faint = {"color": figures.COLOURS[0], "alpha": 0.35, "linewidth": 1}
             series = [([row.get("samples", 0) for row in lines], [row.get("loss") for row in lines], faint)]
@@ -189,10 +200,12 @@ def _curves(left: RunFiles, best: dict) -> Iterator[dict]:
         rows = [
             (row.get("epoch"), f"{row.get('samples', 0):,}", *(short(row.get(name)) for name in shown)) for row in left.epochs
         ]
-        heads, title = [EPOCH, SAMPLES, *map(words, shown)], ("Loss", "损失") if panel[0] == "train_loss" else words(panel[0])
+        heads = [EPOCH, SAMPLES, *map(words, shown)]
+        title = ("Loss", "损失") if panel[0] == "train_loss" else words(panel[0])
         yield figure(identifier(panel[0]), title, legend, heads, rows, figures.line_chart(identifier(panel[0]), series, marks))
     if lines:
-        samples, rates = [row.get("samples", 0) for row in lines], [row["lr"] for row in lines]
+        samples = [row.get("samples", 0) for row in lines]
+        rates = [row["lr"] for row in lines]
         rows = figures.thinned([(f"{x:,}", short(y)) for x, y in zip(samples, rates)], MOST_OF_A_CURVE)
         svg = figures.line_chart("lr", [(samples, rates, {"color": figures.COLOURS[2]})], marks)
         yield figure("lr", words("lr"), [], [SAMPLES, words("lr")], rows, svg)
@@ -219,10 +232,8 @@ def _speed(left: RunFiles) -> Iterator[dict]:
     rated = [row for row in left.speed if "images_per_s" in row]
     one_step = left.start.get("global_batch")  # rows of one step are left out: they include the wait for an epoch's first batch
     rated = [row for row in rated if row.get("images") != one_step] or rated
-    minutes, rates = (
-        [(row.get("time", 0) - left.speed[0].get("time", 0)) / 60 for row in rated],
-        [row["images_per_s"] for row in rated],
-    )
+    minutes = [(row.get("time", 0) - left.speed[0].get("time", 0)) / 60 for row in rated]
+    rates = [row["images_per_s"] for row in rated]
     rows = [(f"{minute:.1f}", short(rate), row.get("peak_memory_mib")) for minute, rate, row in zip(minutes, rates, rated)]
     heads = [("Minutes", "分钟"), words("images_per_s"), ("Peak memory, MiB", "内存峰值，MiB")]
     svg = figures.line_chart("rate", [(minutes, rates, {"color": figures.COLOURS[0]})])
@@ -251,7 +262,8 @@ def _confusion(left: RunFiles) -> Optional[dict]:
     """Return "names" and "rows" of the matrix or, if it is too large, the most frequent "pairs". None without scores."""
     if not left.scores:
         return None
-    names, cells = left.scores["names"], left.scores["cells"]
+    names = left.scores["names"]
+    cells = left.scores["cells"]
     totals = collections.Counter()
     for true, _, times in cells:
         totals[true] += times
@@ -295,11 +307,14 @@ def _galleries(left: RunFiles) -> Iterator[tuple]:
 def _examples(left: RunFiles) -> Optional[dict]:
     """Return the newest sheet of examples, cut into rows of three pictures; None if there is none that can be used."""
     for event in reversed(left.events("picture")):
-        name, high, columns = os.path.basename(str(event.get("name"))), int(event.get("rows", 0)), event.get("columns")
+        name = os.path.basename(str(event.get("name")))
+        high = int(event.get("rows", 0))
+        columns = event.get("columns")
         strip = _picture(left, name)
         fits = strip and 1 <= high <= min(16, strip.height) and strip.width >= 3
         if fits and isinstance(columns, list) and len(columns) == 3:
-            width, height = strip.width // 3, strip.height // high
+            width = strip.width // 3
+            height = strip.height // high
             boxes = [[(x * width, y * height, (x + 1) * width, (y + 1) * height) for x in range(3)] for y in range(high)]
             rows = [[_encoded(strip.crop(box)) for box in row] for row in boxes]
             return {"name": name, "columns": [one_line(str(column)) for column in columns], "rows": rows}

@@ -26,13 +26,15 @@ class Clock:
     def __init__(self, line_every: Optional[int] = None, test_samples: int = 0):
         """`line_every`: steps between lines of the log (unset: LINE_SECONDS); `test_samples`: samples of an evaluation."""
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self._phase, self._since = "", time.monotonic()
+        self._phase = ""
+        self._since = time.monotonic()
         self._stepped = self._since
         self._pulse = heartbeat.of_this_process()
         self._waited = self._pulse.waited()
         self._beside = False  # whether transfers overlap the computing
         self._line_every = line_every
-        self._test_samples, self._evaluations = test_samples, 0
+        self._test_samples = test_samples
+        self._evaluations = 0
         self._marks: list[tuple[int, float]] = []  # (samples, seconds of training) after each step of this start
         self.begin_lap()
 
@@ -51,13 +53,15 @@ class Clock:
 
     def read(self) -> dict[str, float]:
         """Return the seconds of each phase; "training" is the sum of the first three, without overlapping transfers."""
-        now, waited = time.monotonic(), self._pulse.waited()
+        now = time.monotonic()
+        waited = self._pulse.waited()
         if self._phase:
             # A loader process that waits for storage while the rank computes delays nothing.
             storage = 0.0 if self._phase == "compute" else max(0.0, min(waited - self._waited, now - self._since))
             self._seconds[self._phase] += now - self._since - storage
             self._seconds["waiting_for_storage"] += storage
-        self._since, self._waited = now, waited
+        self._since = now
+        self._waited = waited
         training = self._seconds["waiting_for_data"] + self._seconds["compute"]
         return {**self._seconds, "training": training + (0 if self._beside else self._seconds["transfer"])}
 
@@ -66,7 +70,8 @@ class Clock:
     def begin_lap(self) -> None:
         """Begin to measure the speed for the next line of the log. Called when an epoch begins: its first step gets a line."""
         self._lap_began = self.read()
-        self._lap_images, self._lap_steps = 0, 0
+        self._lap_images = 0
+        self._lap_steps = 0
         self._is_first = True
 
     def stepped(self, samples: int, trained: int) -> bool:
@@ -87,7 +92,8 @@ class Clock:
 
     def lap(self) -> dict[str, float]:
         """Return the images per second and the fraction of each training phase since the last lap began; begin a new one."""
-        before, images = self._lap_began, self._lap_images
+        before = self._lap_began
+        images = self._lap_images
         self.begin_lap()
         self._is_first = False
         return speed(before, self._lap_began, images)
@@ -107,7 +113,8 @@ class Clock:
         first = next(mark for mark in self._marks if mark[0] >= done / 2)
         if first == self._marks[-1]:
             return None
-        of_a_sample, spent = (training - first[1]) / max(done - first[0], 1), self.read()
+        of_a_sample = (training - first[1]) / max(done - first[0], 1)
+        spent = self.read()
         guess = self._test_samples * of_a_sample / 3
         evaluation = (spent["evaluation"] + spent["saving"]) / self._evaluations if self._evaluations else guess
         return max(0.0, samples * of_a_sample + evaluations * evaluation)

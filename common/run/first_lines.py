@@ -41,7 +41,8 @@ def changes(then: dict, now: dict) -> list[str]:
 
 def _not_gone_on_from(args: argparse.Namespace, found: object) -> Iterator[str]:
     """Yield a warning for each .pt file without a manifest, and one if there are weights but no checkpoint was `found`."""
-    files, weights = run_folder.listed(args.checkpoint_dir), run_folder.listed(args.output_dir)
+    files = run_folder.listed(args.checkpoint_dir)
+    weights = run_folder.listed(args.output_dir)
     for name in files:
         its = names.parse(name)
         if its and its.ending == "pt" and (manifest := names.of_checkpoint(its.samples, "json", its.start)) not in files:
@@ -54,7 +55,8 @@ def _not_gone_on_from(args: argparse.Namespace, found: object) -> Iterator[str]:
 
 def _course(run: RunState) -> str:
     """Return words for the log: how long the run trains, on what, and where it writes."""
-    args, sampler = run.args, run.sampler
+    args = run.args
+    sampler = run.sampler
     steps = sampler.samples_per_epoch // sampler.global_batch
     classes = f" of {count(len(run.saving.classes), 'class', 'classes')}" if run.saving.classes else ""
     source = f", from {args.data_url or args.input_dir}"
@@ -77,28 +79,36 @@ def _other_samples(before: Mapping[str, str], now: Mapping[str, str]) -> Iterato
         )
 
 
+def _of_earlier_run(run: RunState, found: Checkpoint) -> Iterator[str]:
+    """Yield where the run goes on, and what differs from before."""
+    args = run.args
+    _, about, path = found
+    changed = changes(about["arguments"], vars(args))
+    named = {text.split()[0] for text in changed}
+    changed += [f"{name} {how}" for name, how in run.parts.changed.items() if name.split()[0] not in named]
+    if changed:
+        yield f"warning: going on with other settings than before: {', '.join(changed)}"
+    within = f"epoch {run.position.epoch + 1}, after {run.position.consumed} of its samples"
+    place = within if run.position.epoch < args.epochs else f"all {run.position.epoch} epochs are done"
+    yield f"going on from {path}: {place}, step {run.position.total_steps}"
+    yield from _other_samples(about.get("data_digests", {}), run.saving.data_digests)
+    yield _course(run)
+    factor = arguments.growth(args, run.sampler.global_batch)
+    if not has_process_group() and factor != 1:
+        yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
+
+
 def of_run(run: RunState, found: Optional[Checkpoint], attempt: Optional[Attempt]) -> Iterator[str]:
     """Yield the first lines of the log. `found`: the checkpoint that was restored; `attempt`: in which steps starts died."""
-    args, here, global_batch = run.args, run.args.world, run.sampler.global_batch
+    args = run.args
+    here = run.args.world
+    global_batch = run.sampler.global_batch
     yield (
         f"{args.job}: anyrank {VERSION}, {devices.describe(run.device)}, rank {run.peers.rank} of {run.peers.size}, "
         f"platform {here.platform} ({here.rule}), torch {torch.__version__}, global batch {global_batch}"
     )
     if found:
-        _, about, path = found
-        changed = changes(about["arguments"], vars(args))
-        named = {text.split()[0] for text in changed}
-        changed += [f"{name} {how}" for name, how in run.parts.changed.items() if name.split()[0] not in named]
-        if changed:
-            yield f"warning: going on with other settings than before: {', '.join(changed)}"
-        within = f"epoch {run.position.epoch + 1}, after {run.position.consumed} of its samples"
-        place = within if run.position.epoch < args.epochs else f"all {run.position.epoch} epochs are done"
-        yield f"going on from {path}: {place}, step {run.position.total_steps}"
-        yield from _other_samples(about.get("data_digests", {}), run.saving.data_digests)
-        yield _course(run)
-        factor = arguments.growth(args, global_batch)
-        if not has_process_group() and factor != 1:
-            yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
+        yield from _of_earlier_run(run, found)
     else:
         yield f"a new run: {_course(run)}"
     yield from _not_gone_on_from(args, found)

@@ -104,7 +104,8 @@ class Results:
             )
         if best_is not in (None, "highest", "lowest"):
             raise UserError(f'Run(best_is={best_is!r}): give "highest" or "lowest"')
-        self.best_by, self.best_is = best_by, best_is or "highest"
+        self.best_by = best_by
+        self.best_is = best_is or "highest"
         self.history: list[dict[str, Any]] = []
 
     def warning_of_best_by(self, metrics: Mapping[str, float]) -> Optional[str]:
@@ -115,7 +116,9 @@ class Results:
 
     def close_epoch(self, at: Position, train_loss: float, metrics: Mapping[str, float]) -> Position:
         """Add the row of an epoch whose last step ended at `at`; returns the position after the epoch."""
-        epoch, score, before = at.epoch + 1, metrics.get(self.best_by), (at.best or {}).get(self.best_by)
+        epoch = at.epoch + 1
+        score = metrics.get(self.best_by)
+        before = (at.best or {}).get(self.best_by)
         self.history.append({**at.row(epoch), "train_loss": train_loss, **metrics})
         if score is None or math.isnan(score):
             return at.after_epoch(at.best)
@@ -127,7 +130,9 @@ class Results:
         """Return the best epoch and the changes since the epoch before, to end a log line; empty without a best epoch."""
         if at.best is None:
             return ""
-        row, before, by = self.history[-1], self.history[-2] if len(self.history) > 1 else {}, self.best_by
+        row = self.history[-1]
+        before = self.history[-2] if len(self.history) > 1 else {}
+        by = self.best_by
         is_best = at.best["epoch"] == at.epoch
         words = ["the best so far" if is_best else f"best {at.best[by]:.4f} in epoch {at.best['epoch']}"]
         names = dict.fromkeys((by, "loss", "train_loss"))
@@ -138,5 +143,6 @@ class Results:
         """Return a sentence about the best epoch; empty if there is none. `weights`: the name of the file with its weights."""
         if not at.best:
             return ""
-        which, file = "lowest" if self.best_is == "lowest" else "best", f" ({weights})" if weights else ""
+        which = "lowest" if self.best_is == "lowest" else "best"
+        file = f" ({weights})" if weights else ""
         return f"{which} {self.best_by} {at.best[self.best_by]:.4f} in epoch {at.best['epoch']}{file}. "

@@ -22,7 +22,8 @@ from common.chance import NOTHING_IS_LEARNT, accuracy_by_chance
 from common.ranks import collectives
 
 WORST = 32  # samples with the highest losses that are kept, of each rank and of all
-SHOWN, SIDE = 24, 64  # pictures of the worst mistakes, and as many of the surest; their width and height
+SHOWN = 24  # pictures of the worst mistakes, and as many of the surest
+SIDE = 64  # their width and height
 KINDS = ("worst", "surest")
 WHITE = 255
 ALL = 1000  # mistakes that are listed: those with the highest losses
@@ -49,7 +50,8 @@ class Scores:
     ):  # fmt: skip
         """`pixels`: makes uint8 (N, 3, H, W) of the network's input; `file_of`: returns the name of a sample's file by id."""
         self.classes = classes
-        self._pixels, self._file_of = pixels, file_of
+        self._pixels = pixels
+        self._file_of = file_of
         self._counts = torch.zeros(len(classes) ** 2, dtype=torch.int64, device=device)
         self._sums = torch.zeros(3, dtype=devices.widest(device), device=device)  # right, among the best five, loss
         self._batches = []  # (losses, ids, labels, predicted, confidences)
@@ -95,7 +97,9 @@ class Scores:
                 Mistake(int(number), int(label), int(given), loss, sure, picture)
                 for (loss, number, label, given, sure), picture in zip(found.tolist(), pictures)
             ]
-        self._batches, self._highest = [], []  # the memory of the device
+        # In the memory of the device.
+        self._batches = []
+        self._highest = []
 
     def _of_all_ranks(self, group: Any, own: torch.Tensor, column: int, most: int) -> tuple[torch.Tensor, list[int]]:
         """Return the `most` rows of all ranks with the highest `column`, and each one's rank * `most` + row on that rank."""
@@ -110,7 +114,8 @@ class Scores:
 
     def _pictures(self, group: Any, highest: Any, own: list[int], places: list[int]) -> torch.Tensor:
         """Return pictures of mistakes. `own`: this rank's sample numbers; `places`: rank * SHOWN + index in its `own`."""
-        kept, first = highest.pictures(), group.rank * SHOWN
+        kept = highest.pictures()
+        first = group.rank * SHOWN
         shown = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.int32, device=self._sums.device)
         for number, place in enumerate(places):
             if 0 <= place - first < len(own) and own[place - first] in kept:
@@ -163,7 +168,8 @@ class Scores:
 
     def per_class(self) -> list[tuple[str, int, float]]:
         """Return [(class, number of its samples, fraction of them that was recognised)] in the order of the classes."""
-        counts, right = self.confusion.sum(dim=1).tolist(), self.confusion.diagonal().tolist()
+        counts = self.confusion.sum(dim=1).tolist()
+        right = self.confusion.diagonal().tolist()
         return [(name, count, hit / count if count else 0.0) for name, count, hit in zip(self.classes, counts, right)]
 
     def confused(self, most: int) -> list[tuple[str, str, int]]:
@@ -224,7 +230,8 @@ class _Highest:
     """Small pictures of the samples with the highest values so far. add() does not wait for the device."""
 
     def __init__(self, pixels: Any):
-        self._pixels, self._seen = pixels, 0
+        self._pixels = pixels
+        self._seen = 0
         self._kept: Any = None  # values, places in the order of add(), pictures
 
     def add(self, values: torch.Tensor, images: Any) -> None:

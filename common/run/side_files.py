@@ -14,14 +14,16 @@ class SideFiles:
 
     def __init__(self, folder: str, shows: bool = True, writes: bool = True):
         """`shows`: this rank shows the log; `writes`: it writes files. Both may change in an elastic job."""
-        self.shows, self.writes = shows, writes
+        self.shows = shows
+        self.writes = writes
         self._folder = folder
         self._grow: dict[str, int] = {}  # {file that is appended to: inode of this start's copy}
         self._begin(progress.say)
 
     def _begin(self, say: Callable[[str], None]):
         self._say = say
-        self._process, self._warned = os.getpid(), set()
+        self._process = os.getpid()
+        self._warned = set()
         self._lock = threading.RLock()
         self._owed: dict[str, tuple[Union[bytes, memoryview], bool]] = {}  # {path: (content, whether it is appended)}
 

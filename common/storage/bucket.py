@@ -70,7 +70,8 @@ class Bucket:
                 f"{one_line(url)[:200]} is not a bucket's address: give s3://, obs:// or oss:// BUCKET/PREFIX; the name of a "
                 "bucket has three letters, digits, dots or dashes at least"
             )
-        self.scheme, self.name = match[1], match[2]
+        self.scheme = match[1]
+        self.name = match[2]
         self.prefix = (match[3] or "").removesuffix("/")
         self.say = say
         try:
@@ -246,7 +247,8 @@ def _refusal(error: Exception, asked: str) -> Optional[Exception]:
     if isinstance(error, (UserError, TrainingFailed, ObjectChanged)):
         return error
     if isinstance(error, exceptions.ClientError):
-        code, status = error.response["Error"].get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
+        code = error.response["Error"].get("Code", "")
+        status = error.response["ResponseMetadata"]["HTTPStatusCode"]
         if status in (412, 416):
             return ObjectChanged()
         if code in TRANSIENT or status in (408, 429) or status >= 500:

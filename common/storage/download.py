@@ -24,7 +24,9 @@ from common.storage.ranges import Ranges
 
 PART = 8 << 20  # bytes of one request; smaller objects are one part
 CHUNK = 1 << 20  # bytes that are received, written and hashed at a time: few enough for the processor's cache
-AHEAD, LARGE_AT_A_TIME, BATCH = 8, 4, 32  # concurrent parts of an object; concurrent large objects; small objects per task
+AHEAD = 8  # concurrent parts of an object
+LARGE_AT_A_TIME = 4  # concurrent large objects
+BATCH = 32  # small objects per task
 DAMAGED = 8  # attempts after which an object that arrives with wrong bytes, or changes each time, counts as damaged
 
 
@@ -88,7 +90,8 @@ class Transfer:
     """Fetches objects with many concurrent requests; the first failure that lasts stops all of them."""
 
     def __init__(self, bucket: Bucket, folder: str, known: Optional[Index], progress: Progress) -> None:
-        self._bucket, self._folder = bucket, folder
+        self._bucket = bucket
+        self._folder = folder
         self._index = known
         self._progress = progress
         index.notes(folder)
@@ -216,7 +219,8 @@ class Transfer:
 
     def _part(self, parts: Parts, item: Item, number: int, checksum: Optional[etag.Crc]) -> Optional[etag.Crc]:
         """Fetch a part unless it is there; return `checksum` updated with it, or None if it must be read again to be hashed."""
-        begin, length = number * PART, parts.length(number)
+        begin = number * PART
+        length = parts.length(number)
         if number in parts.there:
             self._progress.add(size=length, old=True)
             return None

@@ -28,14 +28,16 @@ class Crc:
         self._compute = compute
         self._length = length
         self._combine = combine
-        self._value, self._seen = 0, 0
+        self._value = 0
+        self._seen = 0
 
     def crc_of_next_piece(self) -> "Optional[Crc]":
         """Return a new Crc for the next piece, to be given to add(); None if these CRCs cannot be combined."""
         return Crc(self._compute, self._length) if self._combine else None
 
     def update(self, content: Any) -> None:
-        self._value, self._seen = self._compute(content, self._value), self._seen + len(content)
+        self._value = self._compute(content, self._value)
+        self._seen = self._seen + len(content)
 
     def add(self, following: "Crc") -> None:
         assert self._combine
@@ -77,16 +79,19 @@ class Hasher:
 
     def __init__(self, digest: Optional[str], size: int, part_size: int, make: Callable[[], Any] = hashlib.md5) -> None:
         """`digest`: in hex, with -N for N parts of `part_size` (guessed if it does not fit N); None: nothing is compared."""
-        self._expected, self._parts = digest, int(digest.partition("-")[2] or 0) if digest else 0
+        self._expected = digest
+        self._parts = int(digest.partition("-")[2] or 0) if digest else 0
         self.guessed = bool(self._parts) and -(-size // part_size) != self._parts  # the store has not stated it
         if self.guessed:
             fitting = [candidate for candidate in PART_SIZES if -(-size // candidate) == self._parts]
             part_size = fitting[0] if len(fitting) == 1 else 0
-        self._part_size, self._filled = part_size, 0
+        self._part_size = part_size
+        self._filled = 0
         if self._parts and not part_size:
             self._expected = None
         self._make = make
-        self._whole, self._part = make(), make()
+        self._whole = make()
+        self._part = make()
 
     def crc_of_next_piece(self) -> Optional[Crc]:
         """Return a Crc to update with the next piece and to give to add(); None if the piece must be given to update()."""
@@ -113,7 +118,8 @@ class Hasher:
 
     def _close_part(self):
         self._whole.update(self._part.digest())
-        self._part, self._filled = self._make(), 0
+        self._part = self._make()
+        self._filled = 0
 
     def matches(self) -> Optional[bool]:
         """Return whether the bytes have the digest; None if there is no digest, or the size of its parts is unknown."""

@@ -42,12 +42,14 @@ def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[T
 
 
 def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional[Tell]) -> None:
-    shown, secret = one_line(url), parts_of(url)
+    shown = one_line(url)
+    secret = parts_of(url)
     if os.path.islink(part):
         os.unlink(part)
     patience = Patience(limit() / 20)  # a job without Internet should fail soon
     while True:
-        had, began = _size(part), time.monotonic()
+        had = _size(part)
+        began = time.monotonic()
         try:
             _download(url, path, part, sha256 is None, tell)
             break

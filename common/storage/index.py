@@ -50,7 +50,8 @@ class Index:
     """The record of which object each file of a folder is: lines of JSON, of which the last one for a name counts."""
 
     def __init__(self, folder: str) -> None:
-        self._folder, path = folder, os.path.join(notes(folder), INDEX)
+        self._folder = folder
+        path = os.path.join(notes(folder), INDEX)
         refuse_link(path)
         with naming_what_is_in_the_way(path):
             self._known = _read(path)
@@ -112,7 +113,8 @@ class Parts:
 
     def __init__(self, path: str, item: Item, part_bytes: int) -> None:
         self._part_bytes = part_bytes
-        self._path, self._notes = f"{path}.part", f"{path}.part.json"
+        self._path = f"{path}.part"
+        self._notes = f"{path}.part.json"
         self._size = item.size
         self.count = -(-item.size // part_bytes)
         identity = {"etag": item.etag, "size": item.size, "part": part_bytes}
@@ -141,7 +143,8 @@ class Parts:
     def chunks(self, number: int, largest: int) -> Iterator[memoryview]:
         """Yield the bytes of a part that is there, in chunks of at most `largest` bytes; each is valid until the next."""
         buffer = memoryview(bytearray(largest))
-        begin, end = number * self._part_bytes, number * self._part_bytes + self.length(number)
+        begin = number * self._part_bytes
+        end = number * self._part_bytes + self.length(number)
         while begin < end and (read := os.preadv(self._file, [buffer[: min(largest, end - begin)]], begin)):
             begin += read
             yield buffer[:read]

@@ -54,8 +54,10 @@ def require_space(folder: str, items: dict[str, Item], ending: str = ".part") ->
     `ending`: of the files in which they grow.
     """
     there = sum(_bytes_there(folder, name, item, ending) for name, item in items.items())
-    need, disk = sum(item.size for item in items.values()) - there, os.statvfs(folder)
-    free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
+    need = sum(item.size for item in items.values()) - there
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    files = disk.f_favail
     if need + SPARE > free:
         sizes = f"{free / MIB:.0f} MiB free, {need / MIB:.0f} MiB are to be fetched"
         raise UserError(f"{folder} has {sizes}: start the job in a folder on a larger disk")

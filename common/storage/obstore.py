@@ -50,7 +50,8 @@ def reader(bucket: Bucket) -> Optional[Reader]:
     except ImportError:
         return None
     settings = bucket.settings
-    endpoint, virtual = settings.endpoint, settings.style == "virtual"
+    endpoint = settings.endpoint
+    virtual = settings.style == "virtual"
     if endpoint and virtual:  # obstore needs the bucket's name in the endpoint
         endpoint = endpoint.replace("://", f"://{bucket.name}.")
 

@@ -42,7 +42,8 @@ def fetch(
             name = os.path.basename(urllib.parse.urlsplit(url).path) or "download"
             if not is_fetchable_name(name):
                 raise UserError(f"{one_line(url)[:200]} ends with what cannot be the name of a file: give another address")
-            path, lease = os.path.join(folder, name), os.path.join(index.notes(folder), name)
+            path = os.path.join(folder, name)
+            lease = os.path.join(index.notes(folder), name)
 
             def fetch_file(held: once.Lease) -> None:
                 if not os.path.exists(path) or https.is_replaced(url, path):

@@ -65,7 +65,8 @@ class Uploads:
         try:
             parts = []
             while content := file.read(PART):
-                number, digest = len(parts) + 1, hashlib.md5(content)
+                number = len(parts) + 1
+                digest = hashlib.md5(content)
                 words = {"UploadId": upload, "PartNumber": number, "Body": content, "ContentMD5": _base64(digest)}
                 answer = self.bucket.ask("upload_part", key, self.patience, **words)
                 parts.append({"PartNumber": number, "ETag": answer["ETag"]})
@@ -79,7 +80,8 @@ class Uploads:
     def abort_unfinished(self, ours: Callable[[str], bool]) -> None:
         """Abort the uploads that a killed start left of `ours(name)`; ignore errors, as not every store lists uploads."""
         with contextlib.suppress(Exception):  # not every store can list them
-            client, name = self.bucket.client, self.bucket.name
+            client = self.bucket.client
+            name = self.bucket.name
             answer = client.list_multipart_uploads(Bucket=name, Prefix=self.bucket.below())
             for upload in answer.get("Uploads", []):
                 if ours(self.bucket.relative(upload["Key"])):
@@ -126,7 +128,8 @@ def require_read(folder: str, unread: list[OSError]) -> None:
 
 def upload(path: str, url: str, say: Say = print) -> None:
     """Upload a file, or a folder without its hidden files; files that describe others (.json) go last."""
-    uploads, unread = Uploads(url, say), []
+    uploads = Uploads(url, say)
+    unread = []
     for name in sorted(changed(path, {}, unread), key=lambda name: (name.endswith(".json"), name)):
         try:
             uploads.send(os.path.join(path, name) if name else path, name)

@@ -19,7 +19,8 @@ from common.errors import one_line
 from common.files import open_regular, write_atomically
 from common.track import senders
 
-PAUSE, LONGEST_PAUSE = 5.0, 30.0  # seconds between two looks at the folder; longer where one takes long, or was in vain
+PAUSE = 5.0  # seconds between two looks at the folder
+LONGEST_PAUSE = 30.0  # where one takes long, or was in vain
 LONGEST_REASON = 100  # letters of what a tracker's library says
 ROWS = 100  # that are sent at once
 # For each tool {"run": its id, "steps": samples up to which it has the rows of steps, "epochs": the same of epochs}.
@@ -29,9 +30,12 @@ PICTURES = ("curves.png", "examples/mistakes.png")
 
 class Follower:
     def __init__(self, folder: str, tool: str, say: Callable[[str], object]):
-        self.folder, self.tool = folder, tool
-        self.record, self.rows = RECORD.format(tool), 0  # rows: that were sent
-        self._say, self._warned = say, False
+        self.folder = folder
+        self.tool = tool
+        self.record = RECORD.format(tool)
+        self.rows = 0  # that were sent
+        self._say = say
+        self._warned = False
         self._sender: Any = None
         self._followed: Optional[float] = None  # the time of the start that was the last at the first look
 
@@ -158,7 +162,8 @@ def _epochs(folder: str, start: dict[str, Any]) -> Iterator[tuple[int, float, di
 def main(folder: str, tool: str) -> None:
     """Follow the folder of the job that has started this process, until a line comes from it, or it has ended."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is meant for the job, and this process ends after it
-    own, nowhere = os.fdopen(os.dup(1), "w", 1), os.open(os.devnull, os.O_WRONLY)
+    own = os.fdopen(os.dup(1), "w", 1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):  # for what the libraries print
         os.dup2(nowhere, number)
     follower = Follower(folder, tool, lambda text: print(one_line(text), file=own, flush=True))

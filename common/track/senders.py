@@ -53,7 +53,8 @@ class MLflow:
 
     def _found(self, job: str, run: str, run_name: str) -> str:
         """Return the id of the entry for this run, which is made if there is none: MLflow chooses the ids itself."""
-        client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME", job)
+        client = self._client
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", job)
         experiment = os.environ.get("MLFLOW_EXPERIMENT_ID")
         if experiment is None:
             known = client.get_experiment_by_name(name)
@@ -87,7 +88,8 @@ class WandB:
         import wandb  # pyright: ignore[reportMissingImports]
 
         name, settings, tags = described(start, folder)
-        self._picture, quiet = wandb.Image, wandb.Settings(console="off", silent=True)
+        self._picture = wandb.Image
+        quiet = wandb.Settings(console="off", silent=True)
         self._run: Any = wandb.init(
             id=start["run"], resume="allow", project=os.environ.get("WANDB_PROJECT", start["job"]), name=name,
             dir=os.environ.get("WANDB_DIR", folder),

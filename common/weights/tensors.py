@@ -23,7 +23,9 @@ from common.weights.plain import TYPES, Refused, check, is_key
 from common.weights.unpickler import PlainUnpickler, opcodes
 
 LONGEST_PICKLE = 64 << 20  # bytes
-MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # at the beginning of a file in the form before torch 1.6
+# At the beginning of a file in the form before torch 1.6.
+MAGIC = 0x1950A86A20F9469CFC6C
+PROTOCOL = 1001
 BEGINNINGS = (b"PK\3\4", pickle.dumps(MAGIC, 2))  # of a file of torch.save, now and before 1.6
 # The names of types in a file of safetensors.
 SAFE_TYPES = {
@@ -103,7 +105,9 @@ def _archive(content: bytes, verified: bool) -> Any:
 
 def _old_form(content: bytes) -> Any:
     """Return the value in a file of torch before 1.6: five pickles, the fourth of them the value, then each storage's bytes."""
-    file, storages, left = io.BytesIO(content), {}, len(content)
+    file = io.BytesIO(content)
+    storages = {}
+    left = len(content)
 
     def storage(key: str, size: int) -> torch.Tensor:
         nonlocal left
@@ -117,7 +121,8 @@ def _old_form(content: bytes) -> Any:
     magic, protocol, _ = (Unpickler(file, storage).load() for _ in range(3))
     if (magic, protocol) != (MAGIC, PROTOCOL):
         raise Refused("it is no file of torch.save")
-    value, keys = Unpickler(file, storage).load(), Unpickler(file, storage).load()
+    value = Unpickler(file, storage).load()
+    keys = Unpickler(file, storage).load()
     if type(keys) is not list or not all(type(key) is str for key in keys) or sorted(keys) != sorted(storages):
         raise Refused("it lacks a storage")
     for key in keys:
@@ -143,7 +148,8 @@ def _safetensors(content: bytes) -> dict[str, torch.Tensor]:
     if type(about) is not dict or not all(type(text) is str for text in about.values()):
         raise Refused("what it says of itself is no text")
     entries = {name: _entry(entry) for name, entry in header.items()}
-    data, end = memoryview(content)[begin:], 0
+    data = memoryview(content)[begin:]
+    end = 0
     for _, _, first, last in sorted(entries.values(), key=lambda entry: entry[2:]):
         if first != end:
             raise Refused("its tensors share bytes, or leave some out")
@@ -157,7 +163,9 @@ def _entry(entry: object) -> tuple[torch.dtype, list[int], int, int]:
     """Return (type, shape, first byte, the byte behind the last)."""
     if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise Refused("a tensor in it is none")
-    name, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
+    name = entry["dtype"]
+    shape = entry["shape"]
+    place = entry["data_offsets"]
     if type(name) is not str or name not in SAFE_TYPES:
         raise Refused(f"it holds a tensor of {str(name)[:80]}, which is not read here")
     if not all(type(numbers) is list and all(type(n) is int for n in numbers) for numbers in (shape, place)):
@@ -207,7 +215,8 @@ def _tensor(
         raise Refused("a tensor in it is none")
     if not len(size) == len(stride) <= 64 or not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *size, *stride)):
         raise Refused("a tensor in it has no shape")
-    count, there = math.prod(size), len(storage.flat)
+    count = math.prod(size)
+    there = len(storage.flat)
     last = offset + sum((length - 1) * step for length, step in zip(size, stride))
     if count > there or (count and last >= there):
         raise Refused("a tensor in it is larger than its bytes")
@@ -299,7 +308,8 @@ class Unpickler(PlainUnpickler):
             self._of(self.stack[-1], dict, collections.OrderedDict)[key] = value
 
     def _reduce(self):
-        given, function = self.stack.pop(), self.stack[-1]
+        given = self.stack.pop()
+        function = self.stack[-1]
         if not any(function is known for known in FUNCTIONS.values()) or type(given) is not tuple or len(given) > 7:
             raise Refused("it calls what is no part of a tensor")
         try:

@@ -85,7 +85,8 @@ def interface_of(address: Optional[str]) -> Optional[str]:
 def not_here(environ: Mapping[str, str], backend: str) -> Optional[str]:
     """Return an error text if the variable of this backend, such as NCCL_SOCKET_IFNAME, names no interface of this node."""
     variable = f"{backend.upper()}_SOCKET_IFNAME"
-    setting, names = environ.get(variable, ""), [name for _, name in socket.if_nameindex()]
+    setting = environ.get(variable, "")
+    names = [name for _, name in socket.if_nameindex()]
     if not setting or any(_means(setting, name, variable) for name in names):
         return None
     return f"{variable} is {setting}, this node has {', '.join(names)}; unset {variable}"

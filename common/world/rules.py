@@ -23,7 +23,9 @@ def torchrun(given: Given) -> Optional[World]:
     """Return the place by torchrun's RANK, WORLD_SIZE and LOCAL_RANK, which count processes; None if one of them is missing."""
     if not given.has("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         return None
-    rank, size, local_rank = given.number("RANK"), given.number("WORLD_SIZE"), given.number("LOCAL_RANK")
+    rank = given.number("RANK")
+    size = given.number("WORLD_SIZE")
+    local_rank = given.number("LOCAL_RANK")
     node_rank = given.number("GROUP_RANK", "NODE_RANK")
     if given.has("LOCAL_WORLD_SIZE"):
         local_size = given.number("LOCAL_WORLD_SIZE")
@@ -50,7 +52,8 @@ def late_node_advice(given: Given) -> str:
 
 def openmpi(given: Given) -> Optional[World]:
     """Return the place under mpirun, or None. OMPI_COMM_WORLD_NODE_RANK is not the node's number, so the number is computed."""
-    rank, size = given.number("OMPI_COMM_WORLD_RANK"), given.number("OMPI_COMM_WORLD_SIZE")
+    rank = given.number("OMPI_COMM_WORLD_RANK")
+    size = given.number("OMPI_COMM_WORLD_SIZE")
     if size < 1:
         return None
     local_rank = given.number("OMPI_COMM_WORLD_LOCAL_RANK")
@@ -69,19 +72,22 @@ def slurm(given: Given) -> Optional[World]:
     """Return the place in SLURM, or None. A batch script without srun, which sets SLURM_STEP_NUM_TASKS, is one process."""
     if not given.has("SLURM_JOB_ID") or given.args.init_method or given.args.world_size:
         return None
-    promised, tasks = given.number("SLURM_GPUS_ON_NODE"), given.number("SLURM_STEP_NUM_TASKS")
+    promised = given.number("SLURM_GPUS_ON_NODE")
+    tasks = given.number("SLURM_STEP_NUM_TASKS")
     if not tasks:
         nodes = given.number("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
         advice = f"; {nodes} nodes were allocated: start the job with srun to use them" if nodes > 1 else ""
         return node(given, "slurm", f"a SLURM batch script runs one process{advice}", 0, 1, promised=promised)
-    nodes, node_rank = given.number("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES") or 1, given.number("SLURM_NODEID")
+    nodes = given.number("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES") or 1
+    node_rank = given.number("SLURM_NODEID")
     hosts = given.env.get("SLURM_STEP_NODELIST") or given.env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     master = given.env.get("MASTER_ADDR") or first_slurm_host(hosts)
     port = given.number("MASTER_PORT") or 20000 + given.number("SLURM_JOB_ID") % 12000  # as jobs may share a node
     if tasks == nodes:
         return node(given, "slurm", "srun, one task per node", node_rank, nodes, master, port, promised)
     local_size = slurm_tasks_on(given.env.get("SLURM_STEP_TASKS_PER_NODE", ""), node_rank) or max(1, tasks // nodes)
-    rank, local_rank = given.number("SLURM_PROCID"), given.number("SLURM_LOCALID")
+    rank = given.number("SLURM_PROCID")
+    local_rank = given.number("SLURM_LOCALID")
     return process("slurm", "srun, one task per process", rank, tasks, local_rank, local_size, node_rank, master, port)
 
 
@@ -92,13 +98,15 @@ def ascend(given: Given) -> Optional[World]:
     from common.world import ranktable
 
     servers = ranktable.read(given.env[ranktable.VARIABLE])
-    size, rank = sum(len(server.cards) for server in servers), given.number("RANK_ID")
+    size = sum(len(server.cards) for server in servers)
+    rank = given.number("RANK_ID")
     node_rank = next((number for number, server in enumerate(servers) if rank in server.cards), None)
     if given.has("RANK_SIZE"):
         require_equal("RANK_SIZE", given.number("RANK_SIZE"), "the number of cards in the rank table", size)
     if node_rank is None:
         raise UserError(f"RANK_ID is {rank}, which is not in the rank table: it has ranks 0 to {size - 1}; start the job again")
-    mine, first = servers[node_rank].cards, servers[0].host
+    mine = servers[node_rank].cards
+    first = servers[0].host
     if given.has("ASCEND_DEVICE_ID"):
         require_equal(
             "ASCEND_DEVICE_ID", given.number("ASCEND_DEVICE_ID"), "the card of this rank in the rank table", mine[rank]
@@ -206,16 +214,19 @@ def kubeflow(given: Given) -> Optional[World]:
     workers = given.env.get("PET_NPROC_PER_NODE", "")
     if workers.isdigit():
         given.env.setdefault("NPROC_PER_NODE", workers)
-    master, port = given.env.get("PET_MASTER_ADDR"), given.number("PET_MASTER_PORT")
+    master = given.env.get("PET_MASTER_ADDR")
+    port = given.number("PET_MASTER_PORT")
     return node(given, "kubeflow", "PET_NNODES and PET_NODE_RANK", rank, int(low), master, port)
 
 
 def volcengine(given: Given) -> Optional[World]:
     """Return the place by Volcengine's MLP_WORKER_NUM and MLP_ROLE_INDEX; None without the first."""
-    nodes, rank = given.number("MLP_WORKER_NUM"), given.number("MLP_ROLE_INDEX")
+    nodes = given.number("MLP_WORKER_NUM")
+    rank = given.number("MLP_ROLE_INDEX")
     if not nodes:
         return None
-    master, port = given.env.get("MLP_WORKER_0_HOST"), given.number("MLP_WORKER_0_PORT")
+    master = given.env.get("MLP_WORKER_0_HOST")
+    port = given.number("MLP_WORKER_0_PORT")
     promised = given.number("MLP_WORKER_GPU")
     return node(given, "volcengine", "MLP_WORKER_NUM and MLP_ROLE_INDEX", rank, nodes, master, port, promised)
 
@@ -224,12 +235,16 @@ def sagemaker(given: Given) -> Optional[World]:
     """Return the place of a SageMaker host, or None. Its rank is its position in SM_HOSTS, else SM_CURRENT_HOST_RANK."""
     first = None
     if given.has("SM_HOSTS"):
-        hosts, current = given.json("SM_HOSTS"), given.env.get("SM_CURRENT_HOST")
+        hosts = given.json("SM_HOSTS")
+        current = given.env.get("SM_CURRENT_HOST")
         if current not in hosts:
             raise UserError(f"SM_CURRENT_HOST is {current!r}, which is not in SM_HOSTS {hosts}")
-        rank, nodes, first = hosts.index(current), len(hosts), hosts[0]
+        rank = hosts.index(current)
+        nodes = len(hosts)
+        first = hosts[0]
     elif given.has("SM_HOST_COUNT"):
-        rank, nodes = given.number("SM_CURRENT_HOST_RANK"), given.number("SM_HOST_COUNT")
+        rank = given.number("SM_CURRENT_HOST_RANK")
+        nodes = given.number("SM_HOST_COUNT")
     else:
         return None
     master = given.env.get("SM_MASTER_ADDR") or first or given.env.get("MASTER_ADDR")
@@ -242,15 +257,18 @@ def vertex(given: Given) -> Optional[World]:
     if not given.has("CLUSTER_SPEC"):
         return None
     spec = given.json("CLUSTER_SPEC")
-    cluster, task = spec.get("cluster", {}), spec.get("task", {})
-    primary, workers = cluster.get("workerpool0", []), cluster.get("workerpool1", [])
+    cluster = spec.get("cluster", {})
+    task = spec.get("task", {})
+    primary = cluster.get("workerpool0", [])
+    workers = cluster.get("workerpool1", [])
     if task.get("type") not in (None, "workerpool0", "workerpool1"):
         raise UserError(f"CLUSTER_SPEC says that this replica is {task['type']!r}: run the job in workerpool0 and workerpool1")
     rank = int(task.get("index", 0)) + (len(primary) if task.get("type") == "workerpool1" else 0)
     if given.has("RANK"):
         require_equal("RANK", given.number("RANK"), "CLUSTER_SPEC's node", rank)
     host, _, port = primary[0].rpartition(":") if primary else (None, None, 0)
-    master, port = given.env.get("MASTER_ADDR") or host, given.number("MASTER_PORT") or int(port)
+    master = given.env.get("MASTER_ADDR") or host
+    port = given.number("MASTER_PORT") or int(port)
     return node(given, "vertex", "CLUSTER_SPEC", rank, max(1, len(primary) + len(workers)), master, port)
 
 
@@ -284,7 +302,8 @@ def volcano(given: Given) -> Optional[World]:
     if len(tasks) == 1:
         rank = given.number("VC_TASK_INDEX")
     else:
-        labels, mine = [host.split(".")[0] for host in hosts], given.hostname.split(".")[0]
+        labels = [host.split(".")[0] for host in hosts]
+        mine = given.hostname.split(".")[0]
         if mine not in labels:
             raise UserError(f"this host, {mine}, is in none of {', '.join(order)}: VC_TASK_INDEX counts within one task only")
         rank = labels.index(mine)

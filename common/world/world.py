@@ -40,7 +40,8 @@ class Given:
     def __init__(self, args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str, launcher: str):
         self.args = args
         self.gpus = gpus
-        self.hostname, self.launcher = hostname, launcher
+        self.hostname = hostname
+        self.launcher = launcher
         self.env = {name: value.strip() for name, value in environ.items() if value.strip()}
 
     def has(self, *names: str) -> bool:
@@ -78,7 +79,8 @@ def node(given: Given, platform: str, rule: str, node_rank: int, nodes: int,
     """Return a node's place. --nproc_per_node unset: at most one worker per GPU; without GPUs, NPROC_PER_NODE or 1."""
     if nodes > 1 and not master:
         raise UserError(f"{rule}: {nodes} nodes but no master address; set MASTER_ADDR to the first node, alike on every node")
-    workers, local_rank = given.args.nproc_per_node, 0
+    workers = given.args.nproc_per_node
+    local_rank = 0
     if workers is None:
         workers = given.number("NPROC_PER_NODE") or promised or given.gpus
         workers = (min(workers, given.gpus) if given.gpus else given.number("NPROC_PER_NODE")) or 1

@@ -23,13 +23,15 @@ class ArrayBatches:
     ) -> None:
         need_dali()
         self._data = data_set
-        self._sampler, self._device = sampler, device
+        self._sampler = sampler
+        self._device = device
         self._augment = augment
         self._seed = seed
         self._threads = max(1, workers)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        epoch, batches = self._sampler.epoch, list(self._sampler)
+        epoch = self._sampler.epoch
+        batches = list(self._sampler)
         if not batches:
             return
         pipeline = self._pipeline(epoch, batches)

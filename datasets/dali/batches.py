@@ -32,8 +32,10 @@ class PipelineBatches:
         decode_on_gpu: bool = False,
     ) -> None:  # fmt: skip
         need_dali(device if decode_on_gpu else None)
-        self.sampler, self.device = sampler, device
-        self._data, self._gpu = data_set, device if decode_on_gpu else None
+        self.sampler = sampler
+        self.device = device
+        self._data = data_set
+        self._gpu = device if decode_on_gpu else None
         self._threads = workers or cores.count()
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -106,7 +108,8 @@ class DaliBatches(PipelineBatches):
 
     def _resized_here(self, pictures: Any, numbers: Any, ids: np.ndarray, epoch: int) -> torch.Tensor:
         """Make the images from what DALI decoded, with torch: it resizes faster on a CPU. `numbers`: the flips, in training."""
-        data, numbers = self._data, np.array(numbers.as_tensor())
+        data = self._data
+        numbers = np.array(numbers.as_tensor())
         images = torch.empty((len(ids), 3, data.size, data.size), dtype=torch.uint8, memory_format=torch.channels_last)
         for place, number in enumerate(ids):
             picture = torch.from_numpy(pictures.at(place)).permute(2, 0, 1)
@@ -120,9 +123,12 @@ class DaliBatches(PipelineBatches):
     def _pipeline(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
         from nvidia.dali import fn
 
-        data, largest = self._data, max(map(len, batches))
+        data = self._data
+        largest = max(map(len, batches))
         if data.train:
-            plan, graph, plans = _train_plan, _train_graph, 3
+            plan = _train_plan
+            graph = _train_graph
+            plans = 3
         else:
             plan, graph, plans = (_test_plan, _test_graph, 2) if self._gpu else (_whole_plan, _whole_graph, 1)
         how = {"size": data.size, "decoder": "mixed" if self._gpu else "cpu"}
@@ -183,7 +189,8 @@ def _whole_graph(contents: Any, ids: Any, size: int, decoder: str) -> tuple[Any,
 
 def _test_plan(data: Photos, ids: np.ndarray, _epoch: int) -> tuple[np.ndarray, ...]:
     """Return (height, width) that each picture is resized to, and (top, left) of the middle that is then cut out."""
-    heights, widths = data.tree.heights[ids].astype(np.int64), data.tree.widths[ids].astype(np.int64)
+    heights = data.tree.heights[ids].astype(np.int64)
+    widths = data.tree.widths[ids].astype(np.int64)
     sizes = np.array([decode.resized_size(height, width, data.short, data.size) for height, width in zip(heights, widths)])
     middle = np.array([decode.middle(height, width, data.size) for height, width in sizes])
     return sizes.astype(np.float32), middle.astype(np.float32)

@@ -24,8 +24,10 @@ class ExternalInputIterator:
     def __init__(
         self, data_source: str, batch_size: int, shuffle: bool, seed: int = 1234, rank: int = 0, world_size: int = 1
     ) -> None:
-        self.batch_size, self.shuffle = batch_size, shuffle
-        self.rank, self.world_size = rank, world_size
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.rank = rank
+        self.world_size = world_size
         self._pairs = Pairs(os.path.join(data_source, "train"), resize=0, crop=1, train=True, seed=seed)
         self._draw = np.random.default_rng(seed)
 
@@ -33,7 +35,8 @@ class ExternalInputIterator:
         order = np.arange(len(self))
         if self.shuffle:
             order = self._draw.permutation(order)[: len(self) // self.world_size * self.world_size]  # as many on each rank
-        self._mine, self._given = order[self.rank :: self.world_size], 0
+        self._mine = order[self.rank :: self.world_size]
+        self._given = 0
         return self
 
     def __next__(self) -> tuple[list[np.ndarray], list[np.ndarray]]:

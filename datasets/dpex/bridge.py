@@ -15,14 +15,16 @@ import time
 from datasets.dpex.cluster import Cluster, connect, raylet, reachable
 from datasets.dpex.pool import Pool
 
-PROBE_SECONDS, PROBES = 1.0, 3  # the cluster is lost after so many failed probes in a row
+PROBE_SECONDS = 1.0
+PROBES = 3  # the cluster is lost after so many failed probes in a row
 
 
 def main(head_address: str) -> None:
     """Print where the bridge listens, or an error, on stdout. Run until stdin has a line or ends, or the cluster is lost."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray's workers print goes to stderr
-    joined, left = threading.Event(), threading.Event()
+    joined = threading.Event()
+    left = threading.Event()
     threading.Thread(target=_wait_for_the_end, args=(joined, left), daemon=True).start()
     try:
         cluster = connect(head_address)

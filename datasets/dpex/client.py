@@ -45,7 +45,8 @@ def bridge(head_address: str) -> "Bridge":
 class Bridge:
     def __init__(self, head_address: str):
         self.process = Child(bridge_process.__name__, head_address or "local")
-        self.address, self._socket = "the Ray cluster", None
+        self.address = "the Ray cluster"
+        self._socket = None
         self.lost: Optional[str] = None  # why the cluster is lost, once it is
         self.failed = self._warned = False  # failed: it did not start
         weakref.finalize(self, _end, self.process, os.getpid())
@@ -117,7 +118,8 @@ class Workers:
         self._owner = os.getpid()
         self._epoch = 0
         self._digest = None
-        self._bridge, self._connection = bridge, bridge.connect()
+        self._bridge = bridge
+        self._connection = bridge.connect()
 
     def begin(self, task: dict[str, Any], count: int, base_seed: int) -> None:
         """Begin an epoch with new copies of `task` (data set, ...) in `count` workers. Send `task` if the bridge lacks it."""
@@ -177,8 +179,10 @@ class Workers:
             with self._whole():
                 (verb, epoch, *words), parts = receive(self._connection)
                 if verb == "left":
-                    worker, left = words.pop(), words.pop()
-                    verb, parts = "batch", self._copied(epoch, left)
+                    worker = words.pop()
+                    left = words.pop()
+                    verb = "batch"
+                    parts = self._copied(epoch, left)
                     send(self._connection, ("received", worker, parts is not None))
                     if parts is None:
                         continue

@@ -118,7 +118,8 @@ class Cluster:
     def __init__(self, address: str, own: bool):
         import ray
 
-        self.address, self.own = address, own
+        self.address = address
+        self.own = own
         self.node = ray.get_runtime_context().get_node_id()  # of this machine
 
     def choose_nodes(self, count: int, avoid: str = "") -> list[str]:

@@ -61,7 +61,8 @@ class DpexDataLoader(DataLoader[Sample]):
                 "workers of this machine, 'stop' ends with an error"
             )
         self.distribute_mode = bool(distribute_mode) and num_workers > 0
-        self.head_address, self.head_lost = head_address, head_lost
+        self.head_address = head_address
+        self.head_lost = head_lost
         self._idle_workers: list[Workers] = []  # left by earlier passes
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
@@ -104,14 +105,17 @@ class RayIterator(_BaseDataLoaderIter):
         generator = torch.default_generator if loader.generator is None else loader.generator
         self._generator_state = generator.get_state()  # before the base class draws the seeds of the workers
         super().__init__(loader)
-        self._bridge, self._stop_when_lost = bridge, stop_when_lost
+        self._bridge = bridge
+        self._stop_when_lost = stop_when_lost
         self._in_order = getattr(loader, "in_order", True) or self._dataset_kind == _DatasetKind.Iterable
         self._prefetch = max(1, loader.prefetch_factor or 1)
-        self._worker_init_fn, self._batch_size = loader.worker_init_fn, loader.batch_size
+        self._worker_init_fn = loader.worker_init_fn
+        self._batch_size = loader.batch_size
         self._context = loader.multiprocessing_context
         self._workers: Optional[Workers] = None  # None: this pass is over, or the cluster is lost
         self._rest: Iterator = iter(())  # batches of torch's own workers, once the cluster is lost
-        self._warned, self._passes = False, 0
+        self._warned = False
+        self._passes = 0
         self._awake: set[int] = set()  # workers that have delivered something since their start
         self._pass = self._new_pass()
         try:
@@ -153,7 +157,8 @@ class RayIterator(_BaseDataLoaderIter):
     # --- Requests --------------------------------------------------------------------------------------------------------
 
     def _request_ahead(self, workers: Workers, more: int = 0) -> None:
-        now, window = self._pass, self._prefetch * self._num_workers + more
+        now = self._pass
+        window = self._prefetch * self._num_workers + more
         while len(now.requested) < window and any(now.has_more) and not now.exhausted:
             try:
                 index = self._next_index()

@@ -34,7 +34,8 @@ class Pool:
         self._sending = threading.Lock()
         self._lock = threading.RLock()  # guards the attributes below
         self._workers: list[RemoteWorker] = []
-        self._epoch, self._task = 0, None
+        self._epoch = 0
+        self._task = None
 
     def serve(self) -> None:
         """Handle the requests of the training process until it closes the connection; then end the workers."""
@@ -85,7 +86,8 @@ class Pool:
         import numpy
         import ray
 
-        self._epoch, self._task = epoch, None
+        self._epoch = epoch
+        self._task = None
         self._task = ray.put([numpy.frombuffer(part, numpy.uint8) for part in packed])
 
     def _begin(self, epoch: int, count: int, base_seed: int, packages: Iterable[str], leave: bool):
@@ -97,7 +99,8 @@ class Pool:
         self._base_seed = base_seed
         self._packages = packages
         self._leave = leave
-        self._counts, self._places = [()] * count, [0] * count
+        self._counts = [()] * count
+        self._places = [0] * count
         while len(self._workers) < count:
             self._workers.append(RemoteWorker(len(self._workers)))
             threading.Thread(target=self._deliver, args=(self._workers[-1],), daemon=True).start()
@@ -111,11 +114,13 @@ class Pool:
             self._start(worker, nodes.pop())
 
     def _start(self, worker: Any, node: Any, again: bool = False) -> None:
-        worker.node, worker.actor = node, self._cluster.start_worker(node, self._packages, again)
+        worker.actor = self._cluster.start_worker(node, self._packages, again)
+        worker.node = node
 
     def _resume(self, epoch: int):
         self._counts = [(*before, place) for before, place in zip(self._counts, self._places)]
-        self._epoch, self._places = epoch, [0] * len(self._places)
+        self._epoch = epoch
+        self._places = [0] * len(self._places)
 
     def _fetch(self, number: int, worker: int, packed: list):
         where = worker, self._base_seed + worker, self._begun, self._counts[worker], self._places[worker]

@@ -39,7 +39,9 @@ def pack(value: object) -> PackedBatch:
                 return thing.clone().__reduce_ex__(5)
             return super().reducer_override(thing)
 
-    modules, buffers, file = set(), [], io.BytesIO()
+    modules = set()
+    buffers = []
+    file = io.BytesIO()
     Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
     return PackedBatch([file.getvalue(), *(buffer.raw() for buffer in buffers)], modules)
 

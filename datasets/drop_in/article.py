@@ -23,8 +23,12 @@ from datasets.dali import need_dali
 from datasets.loader import ahead
 
 READER = "Reader"  # the name that the article's scripts ask for: pipe.epoch_size("Reader")
-DEVICE_PADDING, HOST_PADDING = 211025920, 140544512  # bytes that nvJPEG needs for the largest photographs of ImageNet
-ATTEMPTS, RATIO = 100, [0.8, 1.25]  # of the random crop
+# Bytes that nvJPEG needs for the largest photographs of ImageNet.
+DEVICE_PADDING = 211025920
+HOST_PADDING = 140544512
+# Of the random crop.
+ATTEMPTS = 100
+RATIO = [0.8, 1.25]
 AHEAD = 5  # batches that DaliIteratorCPU prepares ahead, at most
 
 
@@ -71,7 +75,8 @@ def _pipelines() -> dict[str, type]:
 
     pipelines = {"HybridTrainPipe": _train_pipeline(Pipe), "HybridValPipe": _val_pipeline(Pipe)}
     for name, pipeline in pipelines.items():  # pickle and help() look them up under these names
-        pipeline.__module__, pipeline.__qualname__ = __name__, name
+        pipeline.__module__ = __name__
+        pipeline.__qualname__ = name
     return pipelines
 
 
@@ -89,7 +94,8 @@ def _train_pipeline(base: type) -> type:
             self._place = _Place(device_id, dali_cpu)
             super().__init__(batch_size, num_threads, self._place.device_id)  # no seed: another order in each run
             self._files = _files(data_dir, local_rank, world_size, random_shuffle=shuffle)
-            self._crop, self._area = crop, [min_crop_size, 1.0]
+            self._crop = crop
+            self._area = [min_crop_size, 1.0]
             self._normalise = None if dali_cpu else _normalisation(mean, std, crop, fp16)
 
         def define_graph(self) -> tuple:
@@ -121,7 +127,8 @@ def _val_pipeline(base: type) -> type:
             self._place = _Place(device_id, dali_cpu)
             super().__init__(batch_size, num_threads, self._place.device_id)
             self._files = _files(data_dir, local_rank, world_size, random_shuffle=shuffle, initial_fill=1)
-            self._crop, self._size = crop, size
+            self._crop = crop
+            self._size = size
             self._normalise = None if dali_cpu else _normalisation(mean, std, crop, fp16)
 
         def define_graph(self) -> tuple:
@@ -163,7 +170,8 @@ class DaliIterator:
 
         pipelines = list(pipelines) if isinstance(pipelines, (list, tuple)) else [pipelines]
         first = pipelines[0]
-        self._size, self._batch_size = math.ceil(size), first.max_batch_size
+        self._size = math.ceil(size)
+        self._batch_size = first.max_batch_size
         how: dict[str, Any] = {"last_batch_policy": LastBatchPolicy.PARTIAL, **_ends(first, self._size)}
         self._dali_iterator = DALIClassificationIterator(pipelines, **how)
 

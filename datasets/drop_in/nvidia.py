@@ -33,8 +33,10 @@ class EpochLoader:
     """Gives (images, targets) of each batch, one epoch per loop. Targets are class numbers, or with `one_hot` float vectors."""
 
     def __init__(self, loader: Any, sampler: Any, num_classes: int, one_hot: bool, start_epoch: int = 0) -> None:
-        self._loader, self._sampler = loader, sampler
-        self._num_classes, self._one_hot = num_classes, one_hot
+        self._loader = loader
+        self._sampler = sampler
+        self._num_classes = num_classes
+        self._one_hot = one_hot
         self.epoch = start_epoch
 
     def __len__(self) -> int:
@@ -54,7 +56,8 @@ def _train_loader(backend: str, decode_on_gpu: Optional[bool] = None) -> Get:
         augmentation: Optional[str] = None, start_epoch: int = 0, workers: int = 5, _worker_init_fn: Optional[Callable] = None,
         prefetch_factor: int = 2, memory_format: torch.memory_format = torch.contiguous_format,
     ) -> tuple[EpochLoader, int]:  # fmt: skip
-        mode, augmentation = _mode(interpolation), "autoaugment" if augmentation == "autoaugment" else "none"
+        mode = _mode(interpolation)
+        augmentation = "autoaugment" if augmentation == "autoaugment" else "none"
         photos = Photos(_files(data_path, "train", backend), image_size, True, 0, mode=mode, augmentation=augmentation)
         sampler = EpochSampler(len(photos), batch_size, seed=0)
         loader = _sharded(photos, sampler, workers, backend, prefetch_factor, memory_format, decode_on_gpu)
@@ -69,7 +72,8 @@ def _val_loader(backend: str, decode_on_gpu: Optional[bool] = None) -> Get:
         workers: int = 5, _worker_init_fn: Optional[Callable] = None, crop_padding: int = 32,
         memory_format: torch.memory_format = torch.contiguous_format, prefetch_factor: int = 2,
     ) -> tuple[EpochLoader, int]:  # fmt: skip
-        short, mode = image_size + crop_padding, _mode(interpolation)
+        short = image_size + crop_padding
+        mode = _mode(interpolation)
         photos = Photos(_files(data_path, "val", backend), image_size, False, 0, short=short, mode=mode)
         sampler = InOrder(len(photos), batch_size)
         loader = _sharded(photos, sampler, workers, backend, prefetch_factor, memory_format, decode_on_gpu)
@@ -78,8 +82,10 @@ def _val_loader(backend: str, decode_on_gpu: Optional[bool] = None) -> Get:
     return get
 
 
-get_pytorch_train_loader, get_pytorch_val_loader = _train_loader("pytorch"), _val_loader("pytorch")
-get_kspeed_train_loader, get_kspeed_val_loader = _train_loader("kspeed"), _val_loader("kspeed")
+get_pytorch_train_loader = _train_loader("pytorch")
+get_pytorch_val_loader = _val_loader("pytorch")
+get_kspeed_train_loader = _train_loader("kspeed")
+get_kspeed_val_loader = _val_loader("kspeed")
 
 
 def get_dali_train_loader(dali_cpu: bool = False) -> Get:

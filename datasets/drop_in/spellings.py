@@ -51,7 +51,9 @@ BARE_VALUES = {"--prof": "100"}  # the article's --prof has no number
 
 def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Translate NVIDIA's and the article's options: return (words for `parser`, remarks on options that have no effect)."""
-    given, remarks, words = [], [], list(reversed(argv))
+    given = []
+    remarks = []
+    words = list(reversed(argv))
     names = {_split(word)[0] for word in argv}
     first = FIRST_WORD[0] not in names
     while words:

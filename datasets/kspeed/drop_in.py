@@ -38,7 +38,8 @@ class KSpeedFolder:
     ):
         if fileset is not None:
             raise UserError("the second argument of KSpeedFolder and KSpeedImageFolder has no meaning here: give None")
-        self.root, self.workers = os.path.expanduser(os.fspath(root)), workers
+        self.root = os.path.expanduser(os.fspath(root))
+        self.workers = workers
         self.cache = samples.open_cache(iplist, user, password)
 
     def getBIN(self, path: str) -> bytes:
@@ -95,7 +96,8 @@ def image_folder() -> type:
             self.folder.preload([path for path, _ in self.samples])
 
     # pickle looks the class up under these names.
-    KSpeedImageFolder.__module__, KSpeedImageFolder.__qualname__ = "datasets.kspeed", "KSpeedImageFolder"
+    KSpeedImageFolder.__module__ = "datasets.kspeed"
+    KSpeedImageFolder.__qualname__ = "KSpeedImageFolder"
     return KSpeedImageFolder
 
 
@@ -120,7 +122,8 @@ class KSpeedCallable(KSpeedFolder):
         super().__init__(root, iplist=iplist, user=user, password=password)
         self._login = iplist, user, password
         found = tree.load(self.root).without_larger(max_megapixels)
-        self.files, self.labels = found.names, found.labels
+        self.files = found.names
+        self.labels = found.labels
         shard_size = len(self.files) // num_shards
         self.shard_offset = shard_size * shard_id
         self.full_iters = shard_size // batch_size
@@ -130,7 +133,8 @@ class KSpeedCallable(KSpeedFolder):
                 "give a smaller batch_size or fewer shards"
             )
         self.dataset: Any = None  # its getBIN reads the samples; load() sets it, in the process that reads
-        self.perm, self.last_seen_epoch = np.empty(0, np.int64), None
+        self.perm = np.empty(0, np.int64)
+        self.last_seen_epoch = None
 
     def load(self) -> Any:
         """Set `dataset` to a KSpeedFolder of Alibaba's own package if that is installed, else to this object, and return it.

@@ -118,7 +118,9 @@ class ServerConnection(Client):
         while len(buf) < HEADER.size + len(END):
             buf += self.sock.recv(HEADER.size + len(END) - len(buf))
         whole = int(size) + len(END)
-        parts, rest, missing = [buf[HEADER.size : whole]], buf[whole:], whole - len(buf)
+        parts = [buf[HEADER.size : whole]]
+        rest = buf[whole:]
+        missing = whole - len(buf)
         while missing > 0:
             parts.append(self.sock.recv(missing))
             missing -= len(parts[-1])

@@ -16,7 +16,9 @@ from datasets.photos import files, tree
 
 THREADS = 16
 QUEUED = 1024  # images handed to the threads at a time
-THERE, UNREADABLE = "there", "unreadable"  # outcomes for an image, besides those of SampleCache.set
+# Outcomes for an image, besides those of SampleCache.set.
+THERE = "there"
+UNREADABLE = "unreadable"
 
 
 def open_cache(

@@ -13,7 +13,10 @@ MOST_WRONG = 3  # after so many wrong answers a server is left alone for a while
 LEFT_ALONE = 30  # seconds until a server that failed is asked again
 
 # Kinds of warnings about a server (bits); each is logged once, DOWN once for every outage.
-DOWN, WRONG, LOGIN, OPEN = 1, 2, 4, 8
+DOWN = 1
+WRONG = 2
+LOGIN = 4
+OPEN = 8
 
 Server = tuple[str, int]  # (host, port)
 Addresses = Union[str, Sequence[str], None]  # "host:port,host:port", or a list of host:port
@@ -93,7 +96,8 @@ def addresses(iplist: Addresses) -> list[Server]:
     for entry in filter(None, (entry.strip() for entry in entries)):
         host, colon, port = entry.rpartition(":")
         if not colon or entry.endswith("]"):
-            host, port = entry, str(PORT)
+            host = entry
+            port = str(PORT)
         host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         if not host or any(character.isspace() for character in host) or not port.isdecimal() or not 0 < int(port) < 65536:
             raise UserError(f"{one_line(entry)!r} is no cache server: give host:port, several with commas between them")

@@ -11,7 +11,10 @@ LARGEST = 64 << 20  # bytes of a sample; more would not come within the deadline
 HEADER = struct.Struct(">4sI16s")  # MAGIC, length of the sample, checksum over key and sample
 MAGIC = b"ARC1"
 HASHED_KEY = 20  # bytes
-STORED, TOO_LARGE, NOT_STORED = "stored", "too large", "not stored"  # what storing one comes to
+# What storing one comes to.
+STORED = "stored"
+TOO_LARGE = "too large"
+NOT_STORED = "not stored"
 
 Key = Union[str, bytes]
 

@@ -41,9 +41,12 @@ from datasets.packs.state import (
 )  # fmt: skip
 from datasets.photos import splits
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.02  # seconds between two looks
+FIRST_PAUSE = 0.002  # seconds between two looks
+LONGEST_PAUSE = 0.02
 NOTED = 0.02  # seconds after which a wait is one for the store, and no slow loader
-AHEAD_BATCHES, AHEAD_SAMPLES = 4, 1024  # the least that are wanted before they are loaded
+# The least that are wanted before they are loaded.
+AHEAD_BATCHES = 4
+AHEAD_SAMPLES = 1024
 LOOKS_AT_FETCHER = 1.0  # seconds between two looks whether the fetcher is there
 GONE_SECONDS = 5  # without its file, after which somebody else has deleted a sample
 LOST_SECONDS = 50  # without a sign of life, after which a fetcher is given up
@@ -186,7 +189,9 @@ def _mapped(path: str, samples: int) -> State:
 
 def find(args: argparse.Namespace) -> list[packed.Packed]:
     """Return the splits that a job reads, of a pack in a folder or in a bucket."""
-    url, inputs, remote = args.data_url, args.input_dir, args.data_backend == "packed-remote"
+    url = args.data_url
+    inputs = args.input_dir
+    remote = args.data_backend == "packed-remote"
     if is_bucket(url) and (remote or not args.fetch_first):
         starts = args.world.local_rank == 0 or bool(args.min_nodes)  # of an elastic job any rank may be lost
         names = ("val",) if args.evaluate and not packed.has_index(url, "train", inputs) else splits.SPLITS

@@ -54,7 +54,8 @@ class Substitutes:
 
     def __init__(self, what: str, most: int) -> None:
         """`what`: name of the samples in an error; `most`: after so many failures in a row the data set counts as damaged."""
-        self._what, self._most = what, most
+        self._what = what
+        self._most = most
         self._named: set[int] = set()
 
     def decode(
@@ -85,7 +86,8 @@ class Pixels:
 
     def __init__(self, height: int, width: int, read: Callable[[int, int], Union[bytes, memoryview]]) -> None:
         """`read(begin, length)` returns a range of the bytes of the pixels."""
-        self._height, self._width = height, width
+        self._height = height
+        self._width = width
         self._read = read
 
     def cut(self, box: Optional[Box]) -> torch.Tensor:
@@ -170,7 +172,8 @@ def _needed(stored: tuple[int, int], size: int, short: int, whole: tuple[int, in
     for length, to, first in zip(stored, out, middle(*out, size)):
         scale = length / to
         reach = FILTERS[mode] * max(scale, 1)
-        begin, end = (first + 0.5) * scale - reach - 2, (first + size - 0.5) * scale + reach + 2
+        begin = (first + 0.5) * scale - reach - 2
+        end = (first + size - 0.5) * scale + reach + 2
         spans.append((max(0, int(begin)), min(length, int(end) + 1)))
     (top, bottom), (left, right) = spans
     return top, left, bottom, right

@@ -20,13 +20,17 @@ class Photos:
     ) -> None:  # fmt: skip
         """`area`: smallest and largest share of a picture in a crop; `short`: length of the short side for evaluation, or WHOLE
         (None: 8/7 of `size`); `mode`: bilinear or bicubic; `augmentation`: of training pictures, see datasets/augment.py."""
-        self.tree, self.announced = files, files.announced
-        self.size, self.train = size, train
+        self.tree = files
+        self.announced = files.announced
+        self.size = size
+        self.train = train
         self.seed = seed
         self.area = area
-        self.short, self.mode = decode.short_side(size) if short is None else short, mode
+        self.short = decode.short_side(size) if short is None else short
+        self.mode = mode
         self.augmentation = augmentation if train else "none"
-        self.classes, self.special = files.classes, files.special
+        self.classes = files.classes
+        self.special = files.special
         self._substitutes = decode.Substitutes("images", SUBSTITUTES)
 
     def __len__(self) -> int:
@@ -67,10 +71,12 @@ class Photos:
         return self._substitutes.decode(number, len(self), decoded, self.tree.path)
 
     def _decode(self, number: int, epoch: int, window: Any, flip: bool) -> Any:
-        whole, stored = self.tree.whole(number), self.tree.stored(number)
+        whole = self.tree.whole(number)
+        stored = self.tree.stored(number)
         if not min(stored):
             raise decode.Undecodable("it was damaged when it was packed")
-        content, special = self.tree.content(number), bool(self.special[number])
+        content = self.tree.content(number)
+        special = bool(self.special[number])
         if not self.train:
             return decode.eval_picture(content, special, self.size, self.short, whole, self.mode)
         picture = decode.train_picture(content, special, crops.scaled(window, whole, stored), flip, self.size, self.mode)

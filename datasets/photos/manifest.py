@@ -27,7 +27,8 @@ from datasets.photos import tree
 LONGEST_LINE = 1 << 20  # bytes
 TRIED = 100  # pictures that are looked for beside the manifest
 STAGES = ("-verify", "-check", "")  # of iTAG, the last first: each corrects the one before it
-UNLABELLED, UNUSED = "without a label", "neither for TRAIN nor for EVAL"
+UNLABELLED = "without a label"
+UNUSED = "neither for TRAIN nor for EVAL"
 
 Labelled = dict[str, tuple[str, bool]]  # {bucket and key, or path: (class, whether it is for EVAL)}
 
@@ -162,11 +163,14 @@ def _lines(path: str, shown: str) -> Iterator[tuple[int, Any]]:
 def _said(row: dict) -> tuple[str, list[str], str]:
     """Return (source, labels, usage) of a line."""
     if "source-ref" in row:
-        source, labels = row["source-ref"], _of_ground_truth(row)
+        source = row["source-ref"]
+        labels = _of_ground_truth(row)
     elif "data" in row:
-        source, labels = row["data"]["source"], _of_itag(row)
+        source = row["data"]["source"]
+        labels = _of_itag(row)
     else:
-        source, labels = re.sub("(?i)^s3://", "obs://", row["source"]), _of_modelarts(row)  # it names OBS so
+        source = re.sub("(?i)^s3://", "obs://", row["source"])  # it names OBS so
+        labels = _of_modelarts(row)
     for text in (source, *labels):
         text.encode()  # an error for half a character
     return source, [label for label in labels if label], row.get("usage", "").upper()

@@ -21,7 +21,8 @@ from datasets.photos import decode, files, tree
 LAYOUT = "{train,test}/{blurry,sharp}/SUB/IMAGE, or img and gt in place of blurry and sharp"
 FOLDERS = [("blurry", "sharp"), ("img", "gt")]
 SUBSTITUTES = 10  # tried in a row until the data set is taken for damaged
-SYNTHETIC, SYNTHETIC_SIZE = {"train": 256, "test": 32}, 72
+SYNTHETIC = {"train": 256, "test": 32}
+SYNTHETIC_SIZE = 72
 
 
 class Pairs:
@@ -29,13 +30,16 @@ class Pairs:
 
     def __init__(self, folder: str, resize: int, crop: int, train: bool, seed: int, megapixels: int = files.MEGAPIXELS) -> None:
         self.folder = folder
-        self.resize, self.crop = resize, crop
-        self.train, self.seed = train, seed
+        self.resize = resize
+        self.crop = crop
+        self.train = train
+        self.seed = seed
         self.folders, names = find(folder)
         paths = [[os.path.join(folder, side, name) for name in names] for side in self.folders]
         with ThreadPoolExecutor(tree.THREADS) as pool:
             verdicts = [list(pool.map(tree.judge, side)) for side in paths]
-        self.names, rows = [], []
+        self.names = []
+        rows = []
         for name, *pair in zip(names, *verdicts):
             reason = _why_left_out(pair[0], pair[1], megapixels)
             if reason:
@@ -86,7 +90,9 @@ class Pairs:
 
     def geometry(self, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return, for each pair, its resized (height, width), (top, left) of its crop, and its (vertical, horizontal) flips."""
-        heights, widths, crop = self.heights[ids].astype(np.int64), self.widths[ids].astype(np.int64), self.crop
+        heights = self.heights[ids].astype(np.int64)
+        widths = self.widths[ids].astype(np.int64)
+        crop = self.crop
         scale = self.resize / heights if self.resize else np.ones(len(ids))
         scale = np.maximum(scale, np.maximum(crop / heights, crop / widths))  # enlarged until the crop fits
         sizes = np.maximum(np.rint(np.stack([heights, widths], axis=1) * scale[:, None]).astype(np.int64), crop)
@@ -117,8 +123,10 @@ class SyntheticPairs(Pairs):
     """Coloured shapes, sharp and blurred by a known motion, made at the start and kept as PNG."""
 
     def __init__(self, split: str, limit: Optional[int], crop: int, seed: int) -> None:
-        self.resize, self.crop = 0, crop
-        self.train, self.seed = split == "train", seed
+        self.resize = 0
+        self.crop = crop
+        self.train = split == "train"
+        self.seed = seed
         count = min(SYNTHETIC[split], limit or SYNTHETIC[split])
         self._files = [synthetic.blurry_and_sharp(number, split, SYNTHETIC_SIZE) for number in range(count)]
         self.names = [f"shapes {number}" for number in range(count)]

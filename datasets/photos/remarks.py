@@ -26,7 +26,8 @@ _shown: Any = warnings.showwarning  # the handler of all other warnings
 def about(name: Callable[[], str], tell: Callable[[str], None] = warn) -> Iterator[None]:
     """Report the first warning inside `with` under name(), once per name and for MOST names; nothing if the code raises."""
     _listen_to_warnings()
-    before, _THREAD.heard = getattr(_THREAD, "heard", None), []
+    before = getattr(_THREAD, "heard", None)
+    _THREAD.heard = []
     try:
         yield
         heard = _THREAD.heard
@@ -55,7 +56,8 @@ def _listen_to_warnings():
     """Direct Python's warnings to _show(); called for each picture, because the end of a catch_warnings() block undoes it."""
     global _shown
     if warnings.showwarning is not _show:
-        _shown, warnings.showwarning = warnings.showwarning, _show
+        _shown = warnings.showwarning
+        warnings.showwarning = _show
 
 
 def _show(message: object, *rest: object, **named: Any) -> None:

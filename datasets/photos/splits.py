@@ -50,7 +50,8 @@ def hold_out(whole: tree.Tree, seed: int) -> tuple[tree.Tree, tree.Tree]:
     """Return (training, validation), with about a fifth, but at least one picture, of each class of two or more held out."""
     draws = [hashlib.sha256(f"{seed}/{name}".encode("utf-8", "surrogateescape")).digest() for name in whole.names]
     order = np.array(sorted(range(len(whole)), key=lambda number: (whole.labels[number], draws[number])))
-    labels, counts = whole.labels[order], np.bincount(whole.labels, minlength=len(whole.classes))
+    labels = whole.labels[order]
+    counts = np.bincount(whole.labels, minlength=len(whole.classes))
     place = np.arange(len(whole)) - (np.cumsum(counts) - counts)[labels]  # within its class
     most = np.maximum(np.rint(counts / SHARE), counts > 1)
     held = np.zeros(len(whole), bool)

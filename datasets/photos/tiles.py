@@ -154,8 +154,10 @@ def part(content: bytes, box: tuple[int, int, int, int]) -> tuple[bytes, tuple[i
     lengths = lengths.reshape(rows, columns)
 
     top, left, bottom, right = box  # and a pixel around it, from which colours are interpolated
-    first, last = max(0, (top - 1) // tile_height), min(rows, bottom // tile_height + 1)
-    west, east = max(0, (left - 1) // tile_width), min(columns, right // tile_width + 1)
+    first = max(0, (top - 1) // tile_height)
+    last = min(rows, bottom // tile_height + 1)
+    west = max(0, (left - 1) // tile_width)
+    east = min(columns, right // tile_width + 1)
     if west == columns - 1 and west:
         west -= 1  # the last one may be so narrow that libjpeg would interpolate its colours in another way
     view = memoryview(content)
@@ -165,7 +167,8 @@ def part(content: bytes, box: tuple[int, int, int, int]) -> tuple[bytes, tuple[i
         if crc32(view[begin:stop]) != wanted:
             raise ValueError("a row of its tiles is damaged")
 
-    north, edge = first * tile_height, west * tile_width
+    north = first * tile_height
+    edge = west * tile_width
     size = struct.pack(">HH", min(height, last * tile_height) - north, min(width, east * tile_width) - edge)
     head = [b"\xff\xd8", view[end : sof + 5], size, view[sof + 9 : data]]
     begins = (ends[first:last, west] - lengths[first:last, west]).tolist()

@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from datasets.photos.decode import Content
 
 MOST_ASPECT = 100  # a longer picture, resized to a short side of 256, would need too much memory
-HEAD, TAIL = 65536, 4096  # bytes read of each file; a header may hold a thumbnail or a colour profile
+HEAD = 65536  # bytes read at a file's begin, where a header may hold a thumbnail or a colour profile
+TAIL = 4096  # and at its end
 MOST_HEADER = 20 << 20  # a colour profile can have 16 MiB
 THREADS = 16
 FORMAT = 3  # of the index; one of another format is made again
-GOOD, SPECIAL = 0, 1
+GOOD = 0
+SPECIAL = 1
 BY_NAME = "named "  # begins the reason for a file that is not named like a picture
 
 Verdict = Union[str, tuple[int, int, int]]  # why a file is left out; or (GOOD or SPECIAL, width, height)
@@ -178,7 +180,9 @@ def _read(path: str, folder: str, classes: list[str], signature: str) -> Any:
 def _write(path: str, folder: str, signature: str, listed: Callable[..., Any], judged: Any, held: Any) -> Any:
     others: dict[str, list[str]] = {}
     names = listed(others)
-    rows, left_out, changed = [], collections.defaultdict(list), {}
+    rows = []
+    left_out = collections.defaultdict(list)
+    changed = {}
     left_out.update({f"{BY_NAME}{ending or 'without an extension'}": found for ending, found in others.items()})
     with ThreadPoolExecutor(THREADS) as pool, Progress(f"indexing {folder}", len(names), "images", tell=held.tell) as progress:
         paths = (os.path.join(folder, name) for _, name in names)

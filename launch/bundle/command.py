@@ -45,7 +45,9 @@ MADE_BY = "Made by python -m launch bundle"  # a file that has these words may b
 MARKER = ".bundle"  # a file in every folder that this verb has written
 
 # The most that ModelArts takes as a code folder; it counts files and folders.
-MOST_BYTES, MOST_FILES, DEEPEST = 5 << 30, 1000, 32
+MOST_BYTES = 5 << 30
+MOST_FILES = 1000
+DEEPEST = 32
 
 
 def _read_and_check_job(job: Path) -> str:
@@ -115,7 +117,8 @@ def write_folder(
     `wanted`: as of bundle(); `also`: packages to ask for, besides those that the job imports; `weights`: a name of some that go
     along.
     """
-    job, out = Path(job), Path(out)
+    job = Path(job)
+    out = Path(out)
     text = _with_the_line(_read_and_check_job(job))
     ours = (out / MARKER).is_file()
     if out.exists() and any(out.iterdir()) and not (overwrite and ours):

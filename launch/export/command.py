@@ -130,7 +130,8 @@ def preprocessing(found: ExportedRun, options: argparse.Namespace) -> dict[str, 
         raise UserError(f"{one_line(found.path)} does not say the size of its pictures: give --image_size")
     whole = found.arguments.get("resize") == "whole"
     mean, std = (imagenet.MEAN, imagenet.STD) if photographs else (cifar10.MEAN, cifar10.STD)
-    mean, std = found.arguments.get("mean", mean), found.arguments.get("std", std)
+    mean = found.arguments.get("mean", mean)
+    std = found.arguments.get("std", std)
     return {
         "size": size,
         "resize": decode.short_side(size, found.arguments.get("crop_pct")) if photographs and not whole else size,
@@ -150,7 +151,8 @@ def export(options: argparse.Namespace) -> None:
         network.need_onnx()
     found = find(options.run)
     arch = network.required_arch(found.weights, options.arch or found.arguments.get("arch"), found.path)
-    how, classes = preprocessing(found, options), class_names(found, options)
+    how = preprocessing(found, options)
+    classes = class_names(found, options)
     plain = network.build(found.weights, found.path, arch, how["size"], len(classes))
     whole = network.FromBytes(plain, how["mean"], how["std"]).train(False)
     files = {
@@ -158,7 +160,8 @@ def export(options: argparse.Namespace) -> None:
         "preprocessing.json": _json(how),
         "classes.json": _json(classes),
     }
-    folder, program = options.output, options.format
+    folder = options.output
+    program = options.format
     if options.format == "modelarts":
         folder = os.path.join(folder, "model")
         files["config.json"] = _json(modelarts.config(found.accuracy, options.runtime))
@@ -171,7 +174,8 @@ def export(options: argparse.Namespace) -> None:
     else:
         files["model.safetensors"] = safetensors.content(plain.state_dict())
         if timms := safetensors.name_in_timm(arch):
-            files["config.json"], program = _json(safetensors.config(timms, how, classes, plain)), "timm"
+            files["config.json"] = _json(safetensors.config(timms, how, classes, plain))
+            program = "timm"
     score = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f} after epoch {found.epoch}"
     title = f"{type(plain).__name__} of {one_line(found.path)}, {len(classes)} classes{score}"
     if program in readme.PROGRAMS:

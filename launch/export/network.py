@@ -17,7 +17,9 @@ from common.checkpoints.pretrained import fit
 from common.errors import TrainingFailed, UserError, one_line
 from common.models import classifiers, resnet18
 
-OPSET, OLDER_OPSET = 18, 17  # of ONNX, and the highest of the older exporter; every runtime of the last years supports them
+# Of ONNX; every runtime of the last years supports them.
+OPSET = 18
+OLDER_OPSET = 17  # the highest of the older exporter
 FOR_PROGRAMS = (2, 6)  # the first torch whose programs take any number of pictures, and whose newer exporter of ONNX is whole
 TOLERANCE = 1e-3  # the largest difference between the outputs of the network and of its file
 OWN_RESNET_KEY = "dense_layer.weight"  # a weight of the CIFAR jobs' ResNet-18 that no network of torchvision has

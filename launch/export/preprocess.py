@@ -27,17 +27,21 @@ def settings() -> dict[str, Any]:
 def preprocess(picture: object, how: dict[str, Any] | None = None) -> np.ndarray:
     """Return uint8 (3, size, size): the middle of the resized picture or all of it, squeezed. `how`: instead of settings()."""
     how = how or settings()
-    pixels, size = decoded(picture), how["size"]
+    pixels = decoded(picture)
+    size = how["size"]
     height, width = pixels.shape[:2]
     short = how["resize"]
     if how["crop"] == "none":
         height = width = size
     elif height < width:
-        height, width = short, int(short * width / height)
+        width = int(short * width / height)
+        height = short
     else:
-        height, width = int(short * height / width), short
+        height = int(short * height / width)
+        width = short
     pixels = resized(pixels, height, width, how["interpolation"])
-    top, left = round((height - size) / 2), round((width - size) / 2)
+    top = round((height - size) / 2)
+    left = round((width - size) / 2)
     return np.ascontiguousarray(pixels[top : top + size, left : left + size].transpose(2, 0, 1))
 
 

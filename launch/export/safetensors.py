@@ -23,7 +23,8 @@ def name_in_timm(arch: Optional[str]) -> Optional[str]:
 def content(weights: dict[str, torch.Tensor]) -> bytes:
     names = {kind: name for name, kind in SAFE_TYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    bodies, end = [], 0
+    bodies = []
+    end = 0
     for name, tensor in sorted(weights.items(), key=lambda item: (-item[1].element_size(), item[0])):  # so that each is aligned
         bodies.append(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         place = [end, end + len(bodies[-1])]
@@ -36,7 +37,8 @@ def content(weights: dict[str, torch.Tensor]) -> bytes:
 
 def config(name: str, how: dict[str, Any], classes: list[str], network: torch.nn.Module) -> dict[str, Any]:
     """Return what timm reads, with its `name` of the network; `how`: as preprocessing.json has it."""
-    size, of_timm = how["size"], getattr(network, "pretrained_cfg", {})
+    size = how["size"]
+    of_timm = getattr(network, "pretrained_cfg", {})
     convolutions = [module for module, its in network.named_modules() if isinstance(its, torch.nn.Conv2d)]
     return {
         "architecture": name,

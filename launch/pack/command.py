@@ -138,7 +138,8 @@ def _describe(plans: list[ShardPlan], count: int, progress: Progress) -> str:
     reasons: Counter[str] = Counter()
     for plan in plans:
         reasons.update({reason: len(names) for reason, names in plan.files.left_out.items()})
-    images, size = sum(len(plan.files) for plan in plans), sum(sum(made["length"]) for made in notes) / MIB
+    images = sum(len(plan.files) for plan in plans)
+    size = sum(sum(made["length"]) for made in notes) / MIB
     counted = ", ".join(f"{reason}: {number}" for reason, number in sorted(reasons.items())) or "nothing"
     lost = sum(made["stored_heights"].count(0) for made in notes)
     return (
@@ -304,7 +305,8 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     parser = new_parser("pack", __doc__)
     forms = "; ".join(f"{form}: {what}" for form, what in FORMS.items())
-    mb, threads = number(float, above=0), number(int, at_least=1, below=257)
+    mb = number(float, above=0)
+    threads = number(int, at_least=1, below=257)
     parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder of the photographs or of .parquet, or a .manifest")
     parser.add_argument("out", nargs="?", metavar="OUT", help="a folder, or a bucket (s3://, obs://, oss://)")
     parser.add_argument("--form", choices=FORMS, default="original", help=f"what is stored (default: original). {forms}")

@@ -102,7 +102,8 @@ def by_split(names: Sequence[str], place: str) -> dict[str, list[str]]:
     for name in names:
         words = re.findall("[a-z]+", os.path.basename(name).lower())
         said[next((split for split, its in WORDS.items() if {*words} & {*its}), "")].append(name)
-    silent, training = said.pop("", []), said.pop("train", [])
+    silent = said.pop("", [])
+    training = said.pop("train", [])
     if not names or (silent and (training or said)) or (said and not training):
         wrong = f"{one_line((silent or names)[0])}, and none for training" if names else "no .tar"
         raise UserError(f"{one_line(place)} has {wrong}: give files that all have train or val in their names, or none of them")
@@ -154,7 +155,8 @@ class _Stream(io.RawIOBase):
 
     def __init__(self, size: int, part: Part) -> None:
         self.digest = hashlib.sha256()
-        self._at, self._size = 0, size
+        self._at = 0
+        self._size = size
         self._part = part
 
     def readable(self) -> bool:
@@ -170,11 +172,13 @@ class _Stream(io.RawIOBase):
 
 
 def _read(path: str, name: str, size: int, part: Part) -> Indexed:
-    stream, samples = _Stream(size, part), defaultdict(dict)
+    stream = _Stream(size, part)
+    samples = defaultdict(dict)
     try:
         for member, place, content in untrusted.in_tar(io.BufferedReader(stream, WINDOW), _is_wanted):
             key, kind = _key_and_kind(member)
-            its, kind = samples[key], "picture" if kind in PICTURES else kind
+            its = samples[key]
+            kind = "picture" if kind in PICTURES else kind
             if kind in its:
                 raise ValueError(f"{one_line(key)[:80]} has two of {kind}")
             if kind == "picture":
@@ -222,7 +226,9 @@ def _label_in(member: str, kind: str, content: bytes) -> Optional[labels.Label]:
 
 
 def _part(place: str, shards: list[Indexed], classes: Any, numbers: Any) -> packed.Packed:
-    left_out, rows, taken = defaultdict(list), [], set()
+    left_out = defaultdict(list)
+    rows = []
+    taken = set()
     for number, shard in enumerate(shards):
         for label, name, begin, length, checksum, verdict in shard.rows:
             name = f"{shard.name[:-4]}/{name}" if name in taken else name  # keys may begin anew in each shard
@@ -246,9 +252,12 @@ def _part(place: str, shards: list[Indexed], classes: Any, numbers: Any) -> pack
     )  # fmt: skip
 
 
-def _write(folder: str, split: str, part: Any) -> None:
-    used = np.unique(part.shard)  # others have samples that were left out, or are of the other split
-    part.shards, part.shard = [part.shards[number] for number in used], np.searchsorted(used, part.shard)
-    digest = hashlib.sha256(json.dumps([split, part.shards, part.classes, part.names]).encode())
-    digest.update(part.labels.tobytes())
-    packed.write_index(folder, split, part, {"shards": part.shards, "identity": digest.hexdigest(), "form": part.form}, {})
+def _write(folder: str, split: str, samples: Any) -> None:
+    used = np.unique(samples.shard)  # others have samples that were left out, or are of the other split
+    samples.shards = [samples.shards[number] for number in used]
+    samples.shard = np.searchsorted(used, samples.shard)
+    digest = hashlib.sha256(json.dumps([split, samples.shards, samples.classes, samples.names]).encode())
+    digest.update(samples.labels.tobytes())
+    packed.write_index(
+        folder, split, samples, {"shards": samples.shards, "identity": digest.hexdigest(), "form": samples.form}, {}
+    )

@@ -65,7 +65,8 @@ def plan(paths: list[str], shard_mb: float, classes_file: Optional[str]) -> tupl
                 examples.update(dict.fromkeys(_labels_in({*of_rows}, path), path))
                 digest.update(json.dumps([split, os.path.basename(path), os.path.getsize(path), of_rows]).encode())
                 for number in range(file.num_row_groups):
-                    group, last = file.metadata.row_group(number), made[-1]
+                    group = file.metadata.row_group(number)
+                    last = made[-1]
                     if last.groups and last.size + group.total_byte_size > shard_mb * MIB:
                         last = Rows(split, f"{split}-{len(made) - begun:06d}.tar", last.first + last.count)
                         made.append(last)
@@ -103,7 +104,8 @@ def _labels_in(values: set[Optional[int]], path: str) -> Iterator[labels.Label]:
 
 def write(rows: Rows, folder: str, done: Done) -> None:
     """Write a shard."""
-    path, number = os.path.join(folder, rows.name), rows.first
+    path = os.path.join(folder, rows.name)
+    number = rows.first
     with create(path + TEMPORARY) as out:
         for source, group in rows.groups:
             with _opened(source) as file:

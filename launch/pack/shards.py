@@ -45,9 +45,11 @@ class ShardPlan:
 
     def __init__(self, files: tree.Tree, split: str, folder: str, options: argparse.Namespace) -> None:
         self.files = files
-        self.split, self.folder = split, folder
+        self.split = split
+        self.folder = folder
         self.lengths, self._changed = self._stat()
-        self.form, self.settings = options.form, {"form": options.form, "shard_mb": options.shard_mb}
+        self.form = options.form
+        self.settings = {"form": options.form, "shard_mb": options.shard_mb}
         described = [packed.FORMATS[self.form], split, self.settings, self.files.classes, self.files.names]
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
         self.identity = _digest(digest, self.files.labels, self.lengths)
@@ -117,7 +119,8 @@ class ShardPlan:
 def make(plan: ShardPlan, shard: Shard, done: Callable[[int], None]) -> None:
     """Write the shard, calling done(file size) after each sample; then a note by which a later start knows that it is whole."""
     path = os.path.join(plan.folder, shard.name)
-    digest, made = hashlib.sha256(), {name: [] for name in MADE}
+    digest = hashlib.sha256()
+    made = {name: [] for name in MADE}
     with create(path + TEMPORARY) as file:
 
         def write(content: bytes) -> None:

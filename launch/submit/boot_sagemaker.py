@@ -38,7 +38,8 @@ def fail(why: str, path: str) -> NoReturn:
 
 
 def main() -> None:
-    code, base = os.path.dirname(os.path.abspath(__file__)), os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml")
+    code = os.path.dirname(os.path.abspath(__file__))
+    base = os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml")
     told = {}
     for name in ("resourceconfig", "hyperparameters"):
         with open(f"{base}/input/config/{name}.json") as file:

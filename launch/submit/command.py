@@ -50,7 +50,8 @@ def parser() -> argparse.ArgumentParser:
     for field in dataclasses.fields(Request):
         if not field.metadata:
             continue
-        kind, default = field.metadata["kind"], field.default
+        kind = field.metadata["kind"]
+        default = field.default
         how: dict[str, Any] = {"action": "append"} if default == () else {"type": kind}
         if isinstance(default, bool):
             how = {"type": boolean, "metavar": YES_OR_NO}
@@ -181,7 +182,8 @@ def upload(job: str, url: str, region: Optional[str], arguments: Sequence[str] =
 
 def follow(platform: ModuleType, client: object, request: Request, job_id: str) -> int:
     """Print new states and log lines until the job ends; return 0 if it succeeded, 1 if it did not, 130 after Ctrl-C."""
-    last, failed = None, 0
+    last = None
+    failed = 0
     shown: list[str] = []
     try:
         while True:

@@ -56,7 +56,8 @@ def _wrong_accelerator(request: Request) -> Iterator[str]:
         yield f"--accelerator is {request.accelerator!r}: give gpu or npu"
         return
     for name in ("engine", "flavor"):
-        value, npu = getattr(request, name) or "", request.accelerator == "npu"
+        value = getattr(request, name) or ""
+        npu = request.accelerator == "npu"
         if re.search(ON_NPUS, value, re.IGNORECASE) and not npu:
             yield f"--{name} {value} is for NPUs: give --accelerator npu with it"
         if re.search("cuda|gpu", value, re.IGNORECASE) and npu:

@@ -14,7 +14,9 @@ SERVICE = "PAI-DLC"
 CREDENTIALS = "set ALIBABA_CLOUD_ACCESS_KEY_ID and ALIBABA_CLOUD_ACCESS_KEY_SECRET, or run `aliyun configure`"
 NAMES = ("ALIBABA_CLOUD_ACCESS_KEY_ID", "ALIBABA_CLOUD_CREDENTIALS_URI", "ALIBABA_CLOUD_ECS_METADATA", "ALIBABA_CLOUD_ROLE_ARN")
 FILES = ("~/.alibabacloud/credentials", "~/.alibabacloud/credentials.ini", "~/.aliyun/config.json")
-CODE, DATA, OUTPUT = "/mnt/code", "/mnt/data", "/mnt/output"
+CODE = "/mnt/code"
+DATA = "/mnt/data"
+OUTPUT = "/mnt/output"
 ENDED = {"Succeeded": 0, "SucceededReserving": 0, "Failed": 1, "FailedReserving": 1, "Stopped": 1}
 NO_REGION = "pai-dlc needs --region, such as cn-hangzhou"
 LARGEST = 65536  # bytes of a request
@@ -79,7 +81,8 @@ def _restarts(retries: int) -> dict[str, Any]:
 
 def _command(request: Request) -> str:
     """Return a shell line that installs packages and ends in exec, so that a stop signal reaches the job and not the shell."""
-    data, output = request.data_url and DATA, request.output_url and OUTPUT
+    data = request.data_url and DATA
+    output = request.output_url and OUTPUT
     words = requests.command(request, CODE, data, output)
     return f"pip install -q -r {CODE}/requirements.txt && exec {shlex.join(words)}"
 

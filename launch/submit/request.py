@@ -32,7 +32,9 @@ BUCKET = {"modelarts": "obs", "pai-dlc": "oss", "sagemaker": "s3"}  # {platform:
 BOUNDS = {
     "nodes": (1, 1000), "gpus": (0, 16), "cpus": (0, 1024), "memory": (0, 16384), "retries": (0, 30), "hours": (0.1, 24 * 28),
 }  # fmt: skip
-CPUS, MEMORY = 4, 16  # cores and GiB for each GPU, and for a machine without one
+# For each GPU, and for a machine without one.
+CPUS = 4  # cores
+MEMORY = 16  # GiB
 LOG_LINES = 1000  # how many of the last lines of a job's log are requested
 
 
@@ -163,7 +165,8 @@ def mistakes(request: Request) -> list[str]:
 
 def _options(request: Request) -> Iterator[str]:
     for field in dataclasses.fields(request):
-        value, about = getattr(request, field.name), field.metadata
+        value = getattr(request, field.name)
+        about = field.metadata
         if not about or request.platform == "local":  # it accepts the options of every other platform
             continue
         if request.platform in about["needed_by"] and value is None:
@@ -216,7 +219,8 @@ def _nested(request: Request) -> Iterator[str]:
 
 
 def _arguments(request: Request) -> Iterator[str]:
-    seen, known = set(), []
+    seen = set()
+    known = []
     try:
         known = [] if missing_job(request.job, ROOT) else bundle.option_names(ROOT / request.job)
     except SyntaxError as error:

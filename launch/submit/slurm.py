@@ -136,7 +136,8 @@ def console(request: Request, job_id: str) -> str:
 def state(client: object, request: Request, job_id: str) -> tuple[str, Optional[int]]:
     """Return (state, exit code or None until the job ends). The state may have a reason, such as a lack of nodes."""
     fields = _fields(job_id)
-    name, reason = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "None")
+    name = fields.get("JobState", "UNKNOWN")
+    reason = fields.get("Reason", "None")
     return name if reason == "None" else f"{name} ({reason})", ENDED.get(name)
 
 

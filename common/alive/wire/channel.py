@@ -20,7 +20,8 @@ BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 5.0  # without a message from a node for this long, it or the network is lost
 ANSWER_SECONDS = 4.0  # for an answer to the first messages, which another program on the port does not give
 ATTEMPTS = 5  # to join, if node 0 closes the connection before the proof
-LONGEST_MESSAGE, LONGEST_PROOF = 1 << 20, 4096
+LONGEST_MESSAGE = 1 << 20
+LONGEST_PROOF = 4096
 NOT_OURS = "it sends no messages of this program"
 
 Message = dict[str, Any]  # {its kind: what it says} (messages.py)
@@ -68,7 +69,8 @@ class Connection:
         self.socket = own
         own.setblocking(False)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._received, self._longest = b"", LONGEST_PROOF
+        self._received = b""
+        self._longest = LONGEST_PROOF
         self.heard = time.monotonic()
         self.proved = False
         self.node = -1  # the number of the node at the other end; set on node 0 when that node joins
@@ -118,7 +120,8 @@ class Connection:
 
     def trust(self) -> None:
         """Note that the other end has proved that it has the secret, and accept longer messages from it."""
-        self.proved, self._longest = True, LONGEST_MESSAGE
+        self.proved = True
+        self._longest = LONGEST_MESSAGE
 
     def wait(self, seconds: float) -> list[dict]:
         """Wait for the next messages and return them; raise ConnectionLost after `seconds`, or if the connection is closed."""
@@ -211,7 +214,8 @@ def join(
 
 def prove(connection: Connection, key: bytes) -> None:
     """Exchange proofs of the secret with node 0; raise UserError if node 0 refuses, ConnectionLost if its proof is wrong."""
-    theirs, mine = _next(connection, "nonce"), secret.nonce()
+    theirs = _next(connection, "nonce")
+    mine = secret.nonce()
     if not messages.text(64)(theirs):
         raise ConnectionLost(NOT_OURS)
     connection.send(nonce=mine, proof=secret.proof(key, "node", theirs, mine))

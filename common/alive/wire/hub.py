@@ -61,7 +61,8 @@ class Hub:
         self._refused: collections.Counter = collections.Counter()
         self._told = -math.inf
         self._complete = False  # whether all nodes have joined; further ones are then refused, unless `stays_open`
-        self._listener, self._pause = listener, 0.0
+        self._listener = listener
+        self._pause = 0.0
         listener.setblocking(False)
         listener.listen(4096)
         _reserve_descriptors(2 * hello["nodes"] + STRANGERS)
@@ -202,7 +203,9 @@ class Hub:
         """Accept or refuse the node that sent this `hello`. Until all nodes have come, UserError may be raised."""
         if not HELLO(hello):
             raise ConnectionLost(NOT_OURS)
-        mine, node, host = self._hello, hello["node"], one_line(hello["host"])[:80]
+        mine = self._hello
+        node = hello["node"]
+        host = one_line(hello["host"])[:80]
         if hello["app"] != mine["app"] or hello["job"] != mine["job"]:
             connection.tell(
                 refused=f"this port belongs to another job, {mine['job']!r} on {mine['host']}; give yours another port"

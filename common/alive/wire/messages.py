@@ -16,6 +16,10 @@ def text(longest: int) -> Callable:
     return lambda value: isinstance(value, str) and len(value) <= longest
 
 
+def is_bool(value: object) -> bool:
+    return type(value) is bool
+
+
 def is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < 1e12
 
@@ -44,15 +48,16 @@ def is_address(value: object) -> bool:
     return False
 
 
-RANK, STEPS = whole(0, 10**7), whole(0, 1 << 62)
-PORT, BOOL = whole(1, 65535), lambda value: type(value) is bool
+RANK = whole(0, 10**7)
+STEPS = whole(0, 1 << 62)
+PORT = whole(1, 65535)
 STATUS = record(
     rank=RANK, steps=STEPS, idle=is_number, median=is_number, phase=lambda value: value in list(heartbeat.PHASES),
-    waits=text(200), waiting=BOOL,
+    waits=text(200), waiting=is_bool,
 )  # fmt: skip
 STALL = record(
     late=lambda value: value is None or STATUS(value), last=lambda value: value is None or STATUS(value), idle=is_number,
-    median=is_number, training=BOOL, waiting=BOOL,
+    median=is_number, training=is_bool, waiting=is_bool,
 )  # fmt: skip
 REPORT = record(
     optional=("stack_of",), text=text(4000), direct=lambda value: type(value) is bool, code=whole(0, 255),

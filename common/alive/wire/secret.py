@@ -23,7 +23,8 @@ DIFFERS = f"the secrets of the nodes differ: give every node the same {VARIABLE}
 
 def of_this_job(environ: MutableMapping[str, str] = os.environ) -> bytes:
     """Return the secret of ANYRANK_SECRET (removed, so no child process has it) or ANYRANK_SECRET_FILE; b"" without either."""
-    given, path = environ.pop(VARIABLE, "").strip(), environ.get(FILE)
+    given = environ.pop(VARIABLE, "").strip()
+    path = environ.get(FILE)
     if given and path:
         raise UserError(f"{VARIABLE} and {FILE} are both set: give one of them")
     if path:

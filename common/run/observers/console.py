@@ -30,7 +30,8 @@ STARVED = 0.25  # fraction of the time spent waiting for data, from which the lo
 class Console(Observer):
     def __init__(self, args: argparse.Namespace, device: torch.device, side_files: SideFiles):
         self._args = args
-        self._side_files, self._say = side_files, side_files.say
+        self._side_files = side_files
+        self._say = side_files.say
         self._bar: Optional[bar.Bar] = None
         self._loss = devices.LateNumber(device)
         self._look_began_at = time.monotonic()
@@ -39,7 +40,8 @@ class Console(Observer):
         self._began_at = time.monotonic()
         self._epoch_began = self._began_at
         self._last_line_at: Optional[float] = None
-        self._advised, self._imported = False, False
+        self._advised = False
+        self._imported = False
         self._classifies = False
 
     def resumed(self, facts: Facts) -> None:
@@ -51,7 +53,8 @@ class Console(Observer):
 
     def _import_packages(self):
         """Except in a trial, import the packages that the files need, which takes seconds, and log which are missing."""
-        self._imported, is_trial = True, self._side_files.shows and not self._side_files.writes
+        self._imported = True
+        is_trial = self._side_files.shows and not self._side_files.writes
         if is_trial:  # it leaves no files
             return
         if left_out := packages.left_out():
@@ -179,8 +182,11 @@ class Console(Observer):
             self._bar = None
 
     def left(self, facts: Facts, how: str, why: str, saved: bool, last_good: str) -> None:
-        args, at, plan = self._args, facts.position, facts.plan
-        goes_on, without = how != "finished", ["max_steps"] if plan.steps_used_up(at) else []
+        args = self._args
+        at = facts.position
+        plan = facts.plan
+        goes_on = how != "finished"
+        without = ["max_steps"] if plan.steps_used_up(at) else []
         if how == "stopped":
             there = f"saved after step {at.total_steps}: start again to go on"
             self._say(f"{why}; {there if saved else 'nothing was saved'}. {last_good}")

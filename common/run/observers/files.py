@@ -56,7 +56,8 @@ class Files(Observer):
 
     def curves(self, facts: Facts) -> None:
         """Draw the losses and, if measured, accuracy, PSNR and SSIM over the epochs, if this rank writes and has matplotlib."""
-        self._curves_drawn, history = time.monotonic(), facts.results.history
+        self._curves_drawn = time.monotonic()
+        history = facts.results.history
         if not self._side_files.writes or not history or not packages.there(packages.FIGURES):
             return
         from matplotlib.figure import Figure

@@ -44,7 +44,9 @@ class Journal(Observer):
         self._last = (*self._last[:2], facts.position.epoch + 1)
         if not self._side_files.writes:
             return
-        self._active, early, self._early = True, self._early, []
+        self._active = True
+        early = self._early
+        self._early = []
         for row in early:
             self._append("journal.jsonl", row)
         self._event("start", **about)
@@ -87,7 +89,8 @@ class Journal(Observer):
     def _row(self, facts: Facts, epoch: int, loss: Optional[float] = None, lr: Optional[float] = None) -> None:
         before, seen, _ = self._last
         trained = facts.position.samples_seen - facts.plan.began_at.samples_seen
-        self._last, images = (facts.seconds, trained, epoch), trained - seen
+        self._last = (facts.seconds, trained, epoch)
+        images = trained - seen
         if not self._active:
             return
         passed = {phase: spent - before.get(phase, 0.0) for phase, spent in facts.seconds.items()}

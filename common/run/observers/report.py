@@ -78,7 +78,8 @@ class Report(Observer):
     def _write_scores(self):
         if self._scores is None or self._scores is self._written:
             return
-        said, picture = self._scores.as_json(), self._scores.picture()
+        said = self._scores.as_json()
+        picture = self._scores.picture()
         self._side_files.write("report.json", json.dumps({"epoch": self._epoch, **said}).encode() + b"\n")
         if picture is not None:
             self._side_files.write(os.path.join("examples", "mistakes.png"), png(picture))

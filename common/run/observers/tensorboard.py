@@ -16,7 +16,8 @@ from common.run.side_files import SideFiles
 
 class TensorBoard(Observer):
     def __init__(self, args: argparse.Namespace, _device: torch.device, side_files: SideFiles):
-        self._folder, self._side_files = os.path.abspath(args.tensorboard_dir), side_files
+        self._folder = os.path.abspath(args.tensorboard_dir)
+        self._side_files = side_files
         self._file: Optional[str] = None  # once there is something to write
 
     def line(self, facts: Facts, loss: float, lr: float, speed: dict, **_: object) -> None:

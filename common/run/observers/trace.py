@@ -14,14 +14,17 @@ from common.run.clock import WARM_UP
 from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 
-TRACED, MOST = 10, 10  # steps in a trace; operations in its table
+TRACED = 10  # steps in a trace
+MOST = 10  # operations in its table
 
 
 class Trace(Observer):
     def __init__(self, args: argparse.Namespace, device: torch.device, side_files: SideFiles):
-        self._path, self._device = os.path.join(args.output_dir, "trace.json.gz"), device
+        self._path = os.path.join(args.output_dir, "trace.json.gz")
+        self._device = device
         self._say = side_files.say
-        self._seen, self._waited = 0, 0.0
+        self._seen = 0
+        self._waited = 0.0
         self._over = False
         self._recorder: Any = None
 
@@ -46,15 +49,18 @@ class Trace(Observer):
     def _begin(self):
         from torch.profiler import profile
 
-        self._recorder, self._began = profile(activities=devices.profiled()), time.monotonic()
+        self._recorder = profile(activities=devices.profiled())
+        self._began = time.monotonic()
         self._recorder.start()
         atexit.register(self._stop)  # a recorder that is not stopped crashes the process at its end
 
     def _end(self, waited: float) -> None:
         devices.synchronize(self._device)
-        wall, recorder = time.monotonic() - self._began, self._recorder
+        wall = time.monotonic() - self._began
+        recorder = self._recorder
         self._stop()
-        self._over, place = True, f"trace in {self._path}"
+        self._over = True
+        place = f"trace in {self._path}"
         try:
             recorder.export_chrome_trace(self._path)
         except OSError as error:

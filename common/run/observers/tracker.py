@@ -13,12 +13,16 @@ from common.run.observers.observer import Facts, Observer
 from common.run.side_files import SideFiles
 from common.track import follow
 
-END_SECONDS, STOP_SECONDS, FAILURE_SECONDS = 20, 5, 2  # for the last rows at the end of the run, after a signal, an error
+# For the last rows.
+END_SECONDS = 20  # at the end of the run
+STOP_SECONDS = 5  # after a signal
+FAILURE_SECONDS = 2  # after an error
 
 
 class Tracker(Observer):
     def __init__(self, args: argparse.Namespace, _device: torch.device, side_files: SideFiles):
-        self._tools, self._folder = args.track, args.output_dir
+        self._tools = args.track
+        self._folder = args.output_dir
         self._side_files = side_files
         self._started: dict[str, tuple[Child, threading.Thread]] = {}  # {tool: (process, thread that repeats what it says)}
         self._away: set[str] = set()  # tools that take no rows at present
