@@ -84,11 +84,12 @@ class SampleCache:
         """Return this thread's client for all servers; the deadline begins now."""
         if self._process != os.getpid():
             self._start_process()
-        if not hasattr(self._thread, "fleet"):
+        local = self._thread  # another thread of a fork may begin the process as well
+        if not hasattr(local, "fleet"):
             from datasets.kspeed.fleet import connect
 
-            self._thread.fleet = connect(self.servers, self.values, self._login, self._too_large)
-        fleet = self._thread.fleet
+            local.fleet = connect(self.servers, self.values, self._login, self._too_large)
+        fleet = local.fleet
         fleet.network.deadline = self.deadline
         fleet.network.begin()
         return fleet
