@@ -43,9 +43,9 @@ def listen(listener: object, of_the_run: bool = False) -> None:
 def begin_run() -> None:
     """Let the Run before end, as if the job's `main` had returned, and tell its listeners nothing more."""
     of_the_run_before = [one.listener for one in _listeners if one.of_the_run]
-    _listeners[:] = [one for one in _listeners if not one.of_the_run]
     for listener in of_the_run_before:
         _tell(listener, "returned", 0)
+    _listeners[:] = [one for one in _listeners if not one.of_the_run]
 
 
 def announce(moment: str, *facts: object) -> None:

@@ -36,6 +36,7 @@ class Saving:
         self.saved_at: Optional[Position] = None
         self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint writer")
         self._pending: Optional[concurrent.futures.Future] = None
+        self._is_forgiven = False  # whether its error is not to be raised
         self._folder = RunFolder(args)
         self._copies: list[Any] = []  # the bucket, if there is one and this rank writes
         self._damaged: set[int] = set()  # numbers newer than the checkpoint to go on from
@@ -126,27 +127,35 @@ class Saving:
         """Copy the state and write it, with manifest `about`, in the background; `weights_of_epoch`: also write epoch_N.pth.
 
         `check`: called in that thread before. If it raises an error, nothing is written, and the next wait() raises it."""
-        self.saved_at = Position.of(about)
         self.wait()  # so that there is one copy at a time
+        self.saved_at = Position.of(about)
         self._pending = self._executor.submit(self._write, checkpoint.Snapshot(state()), about, weights_of_epoch, check)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written; raise an error if that has failed."""
+        """Wait until the last checkpoint is written; raise an error if that has failed and forgive_pending() was not called."""
         pending = self._pending
+        is_forgiven = self._is_forgiven
         self._pending = None
+        self._is_forgiven = False
+        if pending is None:
+            return
         try:
-            if pending:
-                pending.result()
-        except OSError as error:
+            pending.result()
+        except (OSError, TrainingFailed) as error:
+            self.saved_at = None
+            if is_forgiven:
+                return
+            if isinstance(error, TrainingFailed):
+                raise
             raise TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; {self.last_good()}") from None
 
     @property
     def is_writing(self) -> bool:
         return self._pending is not None and not self._pending.done()
 
-    def forget_pending(self) -> None:
-        """Raise no error of the save that is being written: the run ends with another."""
-        self._pending = None
+    def forgive_pending(self) -> None:
+        """Let wait() raise no error of the save that is being written: the run ends with another one."""
+        self._is_forgiven = self._pending is not None
 
     def _write(
         self,

@@ -494,7 +494,7 @@ class Run:
         """Save the last epoch if the job, which ends with this exit code, has left its loop over run.epochs()."""
         if code:  # it is not known whether what belongs to the epoch is complete
             self._ended_epoch_is_whole = None
-            self.saving.forget_pending()
+            self.saving.forgive_pending()
             return
         was_left_at_the_end_of_an_epoch = self._ended_epoch_is_whole is not None
         self._save_left_epoch()
@@ -565,7 +565,7 @@ class Run:
         try:
             self.losses.check(self.args.lr, self.saving.last_good)
         except TrainingFailed:
-            self.saving.forget_pending()  # which would raise the same
+            self.saving.forgive_pending()  # mostly it has the same
             raise
 
     def _losses_can_wait(self) -> bool:

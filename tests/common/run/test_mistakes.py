@@ -213,6 +213,11 @@ def test_a_full_disk_says_what_is_needed_and_what_is_free(tmp_path, monkeypatch)
     saving.save(lambda: {"model": {"weight": torch.zeros(2**18)}}, vars(Position(total_steps=1)))
     with pytest.raises(Exception, match=r"1\.0 MiB are needed and [\d.]+ MiB are free: delete .*1\.pt'; no checkpoint yet"):
         saving.wait()
+    assert saving.saved_at is None
+    saving.save(lambda: {"model": {"weight": torch.zeros(1)}}, vars(Position(total_steps=2)))
+    saving.forgive_pending()  # as the run ends with another error
+    saving.wait()
+    assert saving.saved_at is None
 
 
 def test_what_is_no_longer_kept_and_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
