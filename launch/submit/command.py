@@ -14,14 +14,11 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import importlib
-import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any, Callable, Optional
 
 from common import storage
@@ -29,14 +26,19 @@ from common.arguments import boolean
 from common.errors import TrainingFailed, UserError, one_line
 from common.secrets import HIDDEN, mask
 from launch.options import new_parser, run_for_exit_code, split_words
-from launch.submit.request import BOUNDS, REMOTE, Request, describe, mistakes, stage
+from launch.submit import kubernetes, local, modelarts, pai_dlc, sagemaker, slurm
+from launch.submit.platform import Platform, describe
+from launch.submit.request import BOUNDS, CLUSTERS, REMOTE, Request, mistakes, stage
 from launch.submit.secrets import secrets
 
-# {platform: its module in this folder}
 PLATFORMS = {
-    "modelarts": "modelarts", "pai-dlc": "pai_dlc", "sagemaker": "sagemaker", "kubernetes": "kubernetes",
-    "kubeflow": "kubernetes", "volcano": "kubernetes", "slurm": "slurm", "local": "local",
-}  # fmt: skip
+    "modelarts": modelarts.PLATFORM,
+    "pai-dlc": pai_dlc.PLATFORM,
+    "sagemaker": sagemaker.PLATFORM,
+    **dict.fromkeys(CLUSTERS, kubernetes.PLATFORM),
+    "slurm": slurm.PLATFORM,
+    "local": local.PLATFORM,
+}
 YES_OR_NO = "true|false"
 FOLLOW_SECONDS = 5  # between two requests for a job's state
 FAILED_LOOKS = 10  # requests in a row that may fail: a job runs for days, and a network fails now and then
@@ -90,7 +92,7 @@ def main(argv: list[str]) -> int:
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if not options.job and not options.stop:
         raise UserError("give a job, such as jobs/train_ddp.py, or --stop JOB_ID")
-    platform = importlib.import_module(f"launch.submit.{PLATFORMS[options.platform]}")
+    platform = PLATFORMS[options.platform]
     request = request_from(options, arguments, datetime.datetime.now())
     return stop(platform, request, options.stop) if options.stop else submit(platform, request, options)
 
@@ -104,8 +106,8 @@ def request_from(options: argparse.Namespace, arguments: list[str], now: datetim
     return Request(**{**name, **given, **lists, "job": os.path.normpath(options.job or "job"), "arguments": tuple(arguments)})
 
 
-def submit(platform: ModuleType, request: Request, options: argparse.Namespace) -> int:
-    wrong = [*mistakes(request), *platform.mistakes(request), *secrets(request)]
+def submit(platform: Platform, request: Request, options: argparse.Namespace) -> int:
+    wrong = [*mistakes(request), *platform.mistakes(request), *secrets(request, platform.secrets)]
     for line in wrong:
         print(f"error: {one_line(line)}", file=sys.stderr)
     if wrong:
@@ -114,14 +116,14 @@ def submit(platform: ModuleType, request: Request, options: argparse.Namespace) 
     dry_run = options.dry_run
     if dry_run is None and not platform.has_credentials(os.environ):
         dry_run = True
-        print(f"nothing is sent, because there is no credential: {platform.CREDENTIALS}", file=sys.stderr)
+        print(f"nothing is sent, because there is no credential: {platform.credentials}", file=sys.stderr)
     if dry_run:
         shown = masked(body)
-        print(getattr(platform, "show", as_text)(request, shown))
+        print(platform.show(request, shown))
         if shown != body:
             print(f"what is shown as {HIDDEN} would be sent as it was given", file=sys.stderr)
         return 0
-    for line in platform.warnings(request) if hasattr(platform, "warnings") else ():
+    for line in platform.warnings(request):
         print(f"warning: {one_line(line)}", file=sys.stderr)
     client = connect(platform, request)
     if request.upload_url:
@@ -134,10 +136,6 @@ def submit(platform: ModuleType, request: Request, options: argparse.Namespace) 
     return follow(platform, client, request, job_id) if options.follow else 0
 
 
-def as_text(_request: Request, body: object) -> str:
-    return body if isinstance(body, str) else json.dumps(body, indent=2, ensure_ascii=False)
-
-
 def masked(body: object) -> Any:
     """Return a copy of a request for display, in which secrets are masked in every string (common/secrets.py)."""
     if isinstance(body, dict):
@@ -147,27 +145,27 @@ def masked(body: object) -> Any:
     return mask(body) if isinstance(body, str) else body
 
 
-def stop(platform: ModuleType, request: Request, job_id: str) -> int:
+def stop(platform: Platform, request: Request, job_id: str) -> int:
     client = connect(platform, request)
     call_platform(platform, platform.stop, client, request, job_id)
     print(f"asked {request.platform} to stop {one_line(job_id)}")
     return 0
 
 
-def connect(platform: ModuleType, request: Request) -> Any:
+def connect(platform: Platform, request: Request) -> Any:
     if not platform.has_credentials(os.environ):
-        raise UserError(f"there is no credential: {platform.CREDENTIALS}")
+        raise UserError(f"there is no credential: {platform.credentials}")
     return call_platform(platform, platform.connect, request)
 
 
-def call_platform(platform: ModuleType, function: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function of the platform's module. An exception of its SDK is raised as a UserError of one line."""
+def call_platform(platform: Platform, function: Callable[..., Any], *arguments: object) -> Any:
+    """Call a function of the platform. An exception of its SDK is raised as a UserError of one line."""
     try:
         return function(*arguments)
     except (UserError, TrainingFailed):
         raise
     except Exception as error:
-        raise UserError(f"{platform.SERVICE}: {describe(error, os.environ)}") from None
+        raise UserError(f"{platform.service}: {describe(error, os.environ)}") from None
 
 
 def upload(job: str, url: str, region: Optional[str], arguments: Sequence[str] = ()) -> None:
@@ -180,7 +178,7 @@ def upload(job: str, url: str, region: Optional[str], arguments: Sequence[str] =
     print(f"the code is at {one_line(url)}", flush=True)
 
 
-def follow(platform: ModuleType, client: object, request: Request, job_id: str) -> int:
+def follow(platform: Platform, client: object, request: Request, job_id: str) -> int:
     """Print new states and log lines until the job ends; return 0 if it succeeded, 1 if it did not, 130 after Ctrl-C."""
     last = None
     failed = 0

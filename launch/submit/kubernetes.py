@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple, Optional
 
 from common.errors import UserError
@@ -17,10 +17,9 @@ from common.secrets import HIDDEN
 from launch.submit import patches, pods
 from launch.submit import request as requests
 from launch.submit.patches import Fields
+from launch.submit.platform import LOG_LINES, Platform, in_environment, not_installed
 from launch.submit.request import Request
 
-SERVICE = "Kubernetes"
-CREDENTIALS = "there is no ~/.kube/config: set KUBECONFIG, or write it with your cluster's own tool"
 QUEUE = "kueue.x-k8s.io/queue-name"
 ENDED = {"Succeeded": 0, "Complete": 0, "Completed": 0, **dict.fromkeys(["Failed", "Aborted", "Terminated"], 1)}
 MISTAKE = 2  # the exit code of a job that another start would not help
@@ -48,10 +47,6 @@ class JobKind(NamedTuple):
     spec: Callable[[Request], Fields]
     first_pod: str  # its name
     labels: str = ""  # of the first pod, where its name ends in random letters
-
-
-def has_credentials(environ: Mapping[str, str]) -> bool:
-    return requests.credentials_in(environ, ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"), ["~/.kube/config"])
 
 
 def mistakes(request: Request) -> Iterator[str]:
@@ -286,7 +281,7 @@ def connect(request: Request) -> Any:
     try:
         import kubernetes
     except ImportError:
-        raise requests.not_installed("kubernetes", "kubernetes") from None
+        raise not_installed("kubernetes", "kubernetes") from None
     if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
         kubernetes.config.load_incluster_config()
         return kubernetes.client.ApiClient()
@@ -391,7 +386,7 @@ def log(client: object, request: Request, job_id: str) -> list[str]:
     name = kind.first_pod.format(name=job_id) or _newest_pod(core, request.namespace, kind.labels.format(name=job_id))
     if name is None:
         return []
-    answer: Any = core.read_namespaced_pod_log(name, request.namespace, tail_lines=requests.LOG_LINES, _preload_content=False)
+    answer: Any = core.read_namespaced_pod_log(name, request.namespace, tail_lines=LOG_LINES, _preload_content=False)
     return answer.data.decode(errors="replace").splitlines()
 
 
@@ -405,3 +400,21 @@ def _newest_pod(core: Any, namespace: str, labels: str) -> Optional[str]:
 def stop(client: object, request: Request, job_id: str) -> None:
     """Delete the job, which stops its pods: each gets SIGTERM, and is killed after its grace period."""
     _objects(client).delete_namespaced_custom_object(**_where(request), name=job_id, propagation_policy="Background")
+
+
+PLATFORM = Platform(
+    service="Kubernetes",
+    credentials="there is no ~/.kube/config: set KUBECONFIG, or write it with your cluster's own tool",
+    has_credentials=in_environment("KUBECONFIG", "KUBERNETES_SERVICE_HOST", files=("~/.kube/config",)),
+    secrets="keep it in a Secret of the cluster, whose NAME is given with --secret",
+    build=build,
+    send=send,
+    console=console,
+    state=state,
+    log=log,
+    stop=stop,
+    mistakes=mistakes,
+    connect=connect,
+    warnings=warnings,
+    show=show,
+)

@@ -4,24 +4,13 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from common.errors import UserError
 from launch import local
 from launch.submit import request as requests
+from launch.submit.platform import Platform
 from launch.submit.request import Request
-
-SERVICE = "this machine"
-CREDENTIALS = "none is needed"
-
-
-def has_credentials(environ: Mapping[str, str]) -> bool:
-    return True
-
-
-def mistakes(request: Request) -> list[str]:
-    return []
 
 
 def build(request: Request) -> dict[str, Any]:
@@ -35,10 +24,6 @@ def build(request: Request) -> dict[str, Any]:
     }
 
 
-def connect(request: Request) -> None:
-    """Do nothing: this machine needs no client."""
-
-
 def send(client: object, request: Request, body: Any) -> int:
     """Run the job to its end and return its exit code, since it has no id."""
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as code:
@@ -48,5 +33,20 @@ def send(client: object, request: Request, body: Any) -> int:
         return local.main([os.path.join(code, request.job) if word == job else word for word in body["launch local"]])
 
 
-def stop(client: object, request: Request, job_id: str) -> None:
+def _has_run(*_: object) -> NoReturn:
+    """Refuse what asks for a job that runs elsewhere: send() is its whole life."""
     raise UserError("--stop is not for --platform local: stop the job with Ctrl-C")
+
+
+PLATFORM = Platform(
+    service="this machine",
+    credentials="none is needed",
+    has_credentials=lambda environ: True,
+    secrets="export it in this shell, since the job gets this environment",
+    build=build,
+    send=send,
+    console=_has_run,
+    state=_has_run,
+    log=_has_run,
+    stop=_has_run,
+)

@@ -6,26 +6,20 @@ download, a job that is started again would have an empty output folder.
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Optional
 
 from common.errors import UserError
 from common.storage import bucket
 from launch import engines
 from launch.submit import request as requests
+from launch.submit.platform import Platform, in_environment, not_installed
 from launch.submit.request import Request
 
-SERVICE = "ModelArts"
-CREDENTIALS = "set HUAWEICLOUD_SDK_AK, HUAWEICLOUD_SDK_SK and HUAWEICLOUD_SDK_PROJECT_ID, or write ~/.huaweicloud/credentials"
-NAMES = ("HUAWEICLOUD_SDK_AK", "HUAWEICLOUD_SDK_IDP_ID", "HUAWEICLOUD_OIDC_PROVIDER_URN", "HUAWEICLOUD_SDK_CREDENTIALS_FILE")
 CODE_FOLDER = "/home/ma-user/modelarts/user-job-dir"  # code_dir is copied into it, under the name of its last folder
 MOST_HOURS = 72  # the limit of ModelArts' Auto Stop
 ON_NPUS = r"ascend|cann|npu|snt9"  # in the names of engines and flavors for NPUs
 ENDED = {"Completed": 0, "Failed": 1, "Abnormal": 1, "Terminated": 1}
-
-
-def has_credentials(environ: Mapping[str, str]) -> bool:
-    return requests.credentials_in(environ, NAMES, ["~/.huaweicloud/credentials"])
 
 
 def mistakes(request: Request) -> Iterator[str]:
@@ -129,7 +123,7 @@ def connect(request: Request) -> Any:
         from huaweicloudsdkmodelarts.v1 import ModelArtsClient
         from huaweicloudsdkmodelarts.v1.region.modelarts_region import ModelArtsRegion
     except ImportError:
-        raise requests.not_installed("huaweicloudsdkmodelarts", "modelarts") from None
+        raise not_installed("huaweicloudsdkmodelarts", "modelarts") from None
     chain = CredentialProviderChain.get_basic_credential_provider_chain()
     builder = ModelArtsClient.new_builder().with_credentials(chain.get_credentials())
     if request.endpoint:
@@ -174,3 +168,27 @@ def stop(client: Any, request: Request, job_id: str) -> None:
     from huaweicloudsdkmodelarts.v1 import JobActionType, StopTrainingJobRequest
 
     client.stop_training_job(StopTrainingJobRequest(training_job_id=job_id, body=JobActionType(action_type="terminate")))
+
+
+PLATFORM = Platform(
+    service="ModelArts",
+    credentials=(
+        "set HUAWEICLOUD_SDK_AK, HUAWEICLOUD_SDK_SK and HUAWEICLOUD_SDK_PROJECT_ID, or write ~/.huaweicloud/credentials"
+    ),
+    has_credentials=in_environment(
+        "HUAWEICLOUD_SDK_AK",
+        "HUAWEICLOUD_SDK_IDP_ID",
+        "HUAWEICLOUD_OIDC_PROVIDER_URN",
+        "HUAWEICLOUD_SDK_CREDENTIALS_FILE",
+        files=("~/.huaweicloud/credentials",),
+    ),
+    secrets="give the job an agency that may read what it needs, or put the secret into a file that only its folders hold",
+    build=build,
+    send=send,
+    console=console,
+    state=state,
+    log=log,
+    stop=stop,
+    mistakes=mistakes,
+    connect=connect,
+)

@@ -3,17 +3,14 @@
 import json
 import shlex
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Optional
 
 from common.errors import UserError
 from launch.submit import request as requests
+from launch.submit.platform import LOG_LINES, Platform, in_environment, not_installed
 from launch.submit.request import Request
 
-SERVICE = "PAI-DLC"
-CREDENTIALS = "set ALIBABA_CLOUD_ACCESS_KEY_ID and ALIBABA_CLOUD_ACCESS_KEY_SECRET, or run `aliyun configure`"
-NAMES = ("ALIBABA_CLOUD_ACCESS_KEY_ID", "ALIBABA_CLOUD_CREDENTIALS_URI", "ALIBABA_CLOUD_ECS_METADATA", "ALIBABA_CLOUD_ROLE_ARN")
-FILES = ("~/.alibabacloud/credentials", "~/.alibabacloud/credentials.ini", "~/.aliyun/config.json")
 CODE = "/mnt/code"
 DATA = "/mnt/data"
 OUTPUT = "/mnt/output"
@@ -21,10 +18,6 @@ ENDED = {"Succeeded": 0, "SucceededReserving": 0, "Failed": 1, "FailedReserving"
 NO_REGION = "pai-dlc needs --region, such as cn-hangzhou"
 LARGEST = 65536  # bytes of a request
 GRACE_SECONDS = 60  # from the stop signal to the kill; a job kills its own workers earlier (common/alive/supervisor.py)
-
-
-def has_credentials(environ: Mapping[str, str]) -> bool:
-    return requests.credentials_in(environ, NAMES, FILES)
 
 
 def mistakes(request: Request) -> Iterator[str]:
@@ -104,7 +97,7 @@ def connect(request: Request) -> Any:
         from alibabacloud_pai_dlc20201203.client import Client
         from alibabacloud_tea_openapi.models import Config
     except ImportError:
-        raise requests.not_installed("alibabacloud_pai_dlc20201203", "pai-dlc") from None
+        raise not_installed("alibabacloud_pai_dlc20201203", "pai-dlc") from None
     url = urllib.parse.urlsplit(request.endpoint or f"https://pai-dlc.{request.region}.aliyuncs.com")
     config = Config(credential=Credentials(), region_id=request.region, endpoint=url.netloc, protocol=url.scheme)
     return Client(config)
@@ -139,8 +132,30 @@ def log(client: Any, request: Request, job_id: str) -> list[str]:
     if not pods:
         return []
     first = next((pod for pod in pods if "master" in pod), pods[0])
-    return client.get_pod_logs(job_id, first, GetPodLogsRequest(max_lines=requests.LOG_LINES)).body.logs or []
+    return client.get_pod_logs(job_id, first, GetPodLogsRequest(max_lines=LOG_LINES)).body.logs or []
 
 
 def stop(client: Any, request: Request, job_id: str) -> None:
     client.stop_job(job_id)
+
+
+PLATFORM = Platform(
+    service="PAI-DLC",
+    credentials="set ALIBABA_CLOUD_ACCESS_KEY_ID and ALIBABA_CLOUD_ACCESS_KEY_SECRET, or run `aliyun configure`",
+    has_credentials=in_environment(
+        "ALIBABA_CLOUD_ACCESS_KEY_ID",
+        "ALIBABA_CLOUD_CREDENTIALS_URI",
+        "ALIBABA_CLOUD_ECS_METADATA",
+        "ALIBABA_CLOUD_ROLE_ARN",
+        files=("~/.alibabacloud/credentials", "~/.alibabacloud/credentials.ini", "~/.aliyun/config.json"),
+    ),
+    secrets="give the job's workspace a RAM role, or put the secret into a file in one of the job's folders",
+    build=build,
+    send=send,
+    console=console,
+    state=state,
+    log=log,
+    stop=stop,
+    mistakes=mistakes,
+    connect=connect,
+)

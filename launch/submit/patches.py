@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, Optional
 
 from common.errors import UserError, one_line
-from launch.submit import request as requests
+from launch.submit.platform import not_installed
 
 Fields = dict[str, Any]  # of an object of Kubernetes
 
@@ -70,7 +70,7 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError:
-        raise requests.not_installed("yaml", "kubernetes") from None
+        raise not_installed("yaml", "kubernetes") from None
     return yaml
 
 

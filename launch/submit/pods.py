@@ -76,7 +76,7 @@ def _fetcher(request: Request) -> Fields:
     address = ADDRESS.fullmatch(request.code_url or "")
     assert address  # mistakes() has refused any other address
     scheme, bucket, prefix = address.groups()
-    program = Path(__file__).with_name("fetch_code.py").read_text()
+    program = (Path(__file__).with_name("boot") / "fetch_code.py").read_text()
     folder = f"{(prefix or '').rstrip('/')}/".lstrip("/")
     endpoint = ENDPOINTS.get(scheme)  # None for s3://, where boto3 finds the endpoint itself
     command = ["python", "-c", program, bucket, folder, CODE, "virtual" if endpoint else "auto"]

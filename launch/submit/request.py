@@ -6,17 +6,16 @@ that (`send`). The options are defined here once, with the platforms that know t
 
 import dataclasses
 import itertools
-import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Callable, Optional, Union
 
 from common.address import is_address
 from common.arguments import typed
-from common.errors import UserError, one_line
-from common.secrets import BUCKETS, is_secret, mask
+from common.errors import one_line
+from common.secrets import BUCKETS
 from common.storage.bucket import ADDRESS
 from launch import bundle
 from launch.options import missing_job
@@ -35,7 +34,6 @@ BOUNDS = {
 # For each GPU, and for a machine without one.
 CPUS = 4  # cores
 MEMORY = 16  # GiB
-LOG_LINES = 1000  # how many of the last lines of a job's log are requested
 
 
 def option(
@@ -303,24 +301,4 @@ def stage(job: str, folder: Union[str, Path], arguments: Sequence[str] = ()) -> 
     packages = bundle.requirements.text(job, [bundle.requirements.OF_ADDRESSES] if at_addresses else [])
     for name in bundle.requirements.NAMES:
         Path(folder, name).write_text(packages)
-    shutil.copy(Path(__file__).with_name("boot_sagemaker.py"), folder)
-
-
-# --- What a platform answers -------------------------------------------------------------------------------------------
-
-
-def credentials_in(environ: Mapping[str, str], names: Iterable[str], files: Iterable[str]) -> bool:
-    return any(environ.get(name) for name in names) or any(os.path.exists(os.path.expanduser(file)) for file in files)
-
-
-def not_installed(package: str, extra: str) -> UserError:
-    return UserError(f"{package} is not installed: pip install .[{extra}]")
-
-
-def describe(error: Exception, environ: Mapping[str, str]) -> str:
-    """Return a platform's error as one line, without the secrets of this environment: some answers quote the request."""
-    names = ("status_code", "status", "error_code", "code", "error_msg", "message", "body")  # each SDK has some of these
-    words = [getattr(error, name, None) for name in names]
-    text = " ".join(dict.fromkeys(str(word) for word in words if word)) or str(error)
-    text = mask(text, *(value for name, value in environ.items() if is_secret(name)))
-    return one_line(f"{type(error).__name__}: {text}")[:600]
+    shutil.copy(Path(__file__).with_name("boot") / "boot_sagemaker.py", folder)

@@ -9,10 +9,9 @@ from typing import Any, Optional
 
 from common.world.folders import SAGEMAKER_CHECKPOINTS, SAGEMAKER_TENSORBOARD
 from launch.submit import request as requests
+from launch.submit.platform import LOG_LINES, Platform
 from launch.submit.request import Request
 
-SERVICE = "SageMaker"
-CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 CODE = "/opt/ml/input/data/code"
 DAY = 24 * 3600
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -24,7 +23,7 @@ OF_A_STEP = ("train_loss", "lr", "images_per_s", "samples_per_s", "waiting_for_d
 METRICS = {name: rf"(?:^| ){name}=([0-9.e-]+)" for name in (*OF_AN_EPOCH, *OF_A_STEP)}
 
 
-def has_credentials(environ: Mapping[str, str]) -> bool:
+def _has_credentials(environ: Mapping[str, str]) -> bool:
     import boto3
 
     return boto3.Session().get_credentials() is not None
@@ -111,9 +110,25 @@ def log(clients: Any, request: Request, job_id: str) -> list[str]:
     if not streams:
         return []
     stream = streams[-1]["logStreamName"]  # its name ends with the time of this start
-    events = logs.get_log_events(logGroupName=LOG_GROUP, logStreamName=stream, limit=requests.LOG_LINES, startFromHead=False)
+    events = logs.get_log_events(logGroupName=LOG_GROUP, logStreamName=stream, limit=LOG_LINES, startFromHead=False)
     return [event["message"] for event in events["events"]]
 
 
 def stop(clients: Any, request: Request, job_id: str) -> None:
     clients["sagemaker"].stop_training_job(TrainingJobName=job_id)
+
+
+PLATFORM = Platform(
+    service="SageMaker",
+    credentials="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    has_credentials=_has_credentials,
+    secrets="let --role read it from AWS Secrets Manager when the job starts",
+    build=build,
+    send=send,
+    console=console,
+    state=state,
+    log=log,
+    stop=stop,
+    mistakes=mistakes,
+    connect=connect,
+)

@@ -5,23 +5,16 @@ from collections.abc import Iterator
 
 from common.secrets import is_secret, reasons
 from launch.submit import patches
-from launch.submit.request import CLUSTERS, Request
-
-# How a job gets a secret on each platform.
-WAYS = {
-    "modelarts": "give the job an agency that may read what it needs, or put the secret into a file that only its folders hold",
-    "pai-dlc": "give the job's workspace a RAM role, or put the secret into a file in one of the job's folders",
-    "sagemaker": "let --role read it from AWS Secrets Manager when the job starts",
-    **dict.fromkeys(CLUSTERS, "keep it in a Secret of the cluster, whose NAME is given with --secret"),
-    "slurm": "export it in the shell that submits, since sbatch passes that environment on",
-    "local": "export it in this shell, since the job gets this environment",
-}
+from launch.submit.request import Request
 
 
-def secrets(request: Request) -> Iterator[str]:
-    """Yield a line for each name or value in the request that looks like a secret; no line shows the value."""
+def secrets(request: Request, better_way: str) -> Iterator[str]:
+    """Yield a line for each name or value in the request that looks like a secret; no line shows the value.
+
+    `better_way`: how a job gets a secret on this platform.
+    """
     for what, why in _found(request):
-        yield f"{what} {why}, which the request would show: {WAYS[request.platform]}"
+        yield f"{what} {why}, which the request would show: {better_way}"
 
 
 def _found(request: Request) -> Iterator[tuple[str, str]]:

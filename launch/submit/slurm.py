@@ -12,10 +12,9 @@ from typing import Any, Optional
 from common.address import is_address
 from common.errors import UserError
 from launch.submit import request as requests
+from launch.submit.platform import LOG_LINES, Platform
 from launch.submit.request import Request
 
-SERVICE = "SLURM"
-CREDENTIALS = "sbatch is not on this machine; send the script from a login node"
 WARNING_SECONDS = 120  # before the time limit: SLURM tells the job to save, and the script requeues itself
 FAILED = ["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "REVOKED"]
 ENDED = {"COMPLETED": 0, **dict.fromkeys(FAILED, 1)}
@@ -39,7 +38,7 @@ exit $code
 """
 
 
-def has_credentials(environ: Mapping[str, str]) -> bool:
+def _has_credentials(environ: Mapping[str, str]) -> bool:
     return shutil.which("sbatch", path=environ.get("PATH")) is not None
 
 
@@ -105,10 +104,6 @@ def _clock(hours: Optional[float]) -> Optional[str]:
 # --- Sending -----------------------------------------------------------------------------------------------------------
 
 
-def connect(request: Request) -> None:
-    """Do nothing: SLURM's own programs find the cluster."""
-
-
 def _run(*words: str, text: Optional[str] = None) -> str:
     done = subprocess.run(words, input=text, capture_output=True, text=True)
     if done.returncode:
@@ -149,10 +144,25 @@ def _fields(job_id: str) -> dict[str, str]:
 def log(client: object, request: Request, job_id: str) -> list[str]:
     try:
         with open(_fields(job_id).get("StdOut", ""), errors="replace") as file:
-            return file.read().splitlines()[-requests.LOG_LINES :]
+            return file.read().splitlines()[-LOG_LINES:]
     except OSError:
         return []
 
 
 def stop(client: object, request: Request, job_id: str) -> None:
     _run("scancel", job_id)
+
+
+PLATFORM = Platform(
+    service="SLURM",
+    credentials="sbatch is not on this machine; send the script from a login node",
+    has_credentials=_has_credentials,
+    secrets="export it in the shell that submits, since sbatch passes that environment on",
+    build=build,
+    send=send,
+    console=console,
+    state=state,
+    log=log,
+    stop=stop,
+    mistakes=mistakes,
+)

@@ -24,8 +24,7 @@ from common.ranks import group
 from common.world import World, folders
 from datasets import cifar10, loader
 from launch import bundle
-from launch.submit import command as submit
-from launch.submit import modelarts, request
+from launch.submit import kubernetes, modelarts, request
 from tests.tools.cifar import write_folder
 from tests.tools.jobs import (
     FIGURES,
@@ -385,7 +384,7 @@ def test_a_run_that_is_not_finished_can_be_told_from_one_that_is(tmp_path):
 
 
 def test_volcano_does_not_start_a_mistake_again():
-    policies = submit.importlib.import_module("launch.submit.kubernetes").build(ask("volcano"))
+    policies = kubernetes.build(ask("volcano"))
     text = re.sub(r"\s", "", str(policies))
     assert "'policies':[{'exitCode':2,'action':'TerminateJob'},{'event':'PodFailed','action':'RestartJob'}" in text
 

@@ -2,18 +2,10 @@
 
 import dataclasses
 
-from launch.submit import kubernetes, modelarts, pai_dlc, sagemaker, slurm
-from launch.submit.request import Request
+from launch.submit.command import PLATFORMS
+from launch.submit.request import REMOTE, Request
 
-FILES = {
-    "modelarts": modelarts,
-    "pai-dlc": pai_dlc,
-    "sagemaker": sagemaker,
-    "kubernetes": kubernetes,
-    "kubeflow": kubernetes,
-    "volcano": kubernetes,
-    "slurm": slurm,
-}
+REMOTE_PLATFORMS = {name: PLATFORMS[name] for name in REMOTE}
 
 
 SHARED = {

@@ -376,20 +376,6 @@ def test_the_page_has_the_patterns(tmp_path):
         assert f"`{name}`" in page, name
 
 
-def test_packages_that_cannot_be_installed_on_sagemaker_are_its_failure(tmp_path):
-    """The folder beside the boot program has no requirements.txt, which is a mistake for pip."""
-    (tmp_path / "input" / "config").mkdir(parents=True)
-    (tmp_path / "output").mkdir()
-    for name in ("resourceconfig", "hyperparameters"):
-        (tmp_path / "input" / "config" / f"{name}.json").write_text("{}")
-    script = [sys.executable, ROOT / "launch" / "submit" / "boot_sagemaker.py", "jobs/train_ddp.py"]
-    env = environment(SAGEMAKER_BASE_DIR=str(tmp_path))
-    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=PATIENCE)
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and "Traceback" not in done.stderr and last.startswith("error: pip install -r ")
-    assert (tmp_path / "output" / "failure").read_text() == last + "\n"
-
-
 def test_what_is_uploaded_is_the_job_as_one_file(tmp_path):
     """So modules that another upload has left at the same address are not used."""
     requests.stage("jobs/train_ddp.py", tmp_path / "code")

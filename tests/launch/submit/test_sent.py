@@ -16,7 +16,7 @@ from launch.submit import request as requests
 from tests.tools.jobs import environment
 from tests.tools.objectstore import ObjectStore
 from tests.tools.platformserver import PlatformServer
-from tests.tools.submitting import FILES, TRAIN_JOB, ask, words_of
+from tests.tools.submitting import REMOTE_PLATFORMS, TRAIN_JOB, ask, words_of
 
 CANARY = "canary-5d41402abc4b"  # a secret; it must be in a signature and nowhere else
 LOG = ["epoch=1/2 step=1/2 train_loss=2.3", "epoch=1/2 step=2/2 train_loss=2.2", "done: run-7"]
@@ -179,7 +179,7 @@ def test_a_job_is_sent_followed_and_stopped(what, platform, changes, answers, pa
     assert re.fullmatch(signature, headers["authorization"]), headers["authorization"]
     if "x-acs-content-sha256" in headers:
         assert headers["x-acs-content-sha256"] == hashlib.sha256(body).hexdigest()
-    assert without_empty_lists(json.loads(body)) == without_empty_lists(FILES[platform].build(request))
+    assert without_empty_lists(json.loads(body)) == without_empty_lists(REMOTE_PLATFORMS[platform].build(request))
     printed = capsys.readouterr()
     assert printed.out.startswith("submitted job-1\nsee it at ") and console in printed.out
     assert [line for line in printed.out.splitlines() if line.startswith("job-1 is ")] == [
@@ -224,7 +224,9 @@ def test_the_nodes_of_a_cluster_get_a_secret_of_their_own(row, sent, capsys):
         assert (code, stopped) == ((0, []) if answer[0] == 201 else (2, [f"{path}/job-1"]))
     assert len(set(found)) == 3 and all(len(secret) == 64 for secret in found)
     assert not any(secret in "".join(capsys.readouterr()) for secret in found)
-    assert "ANYRANK_SECRET" not in json.dumps(FILES[platform].build(dataclasses.replace(ask(platform, **changes), nodes=1)))
+    assert "ANYRANK_SECRET" not in json.dumps(
+        REMOTE_PLATFORMS[platform].build(dataclasses.replace(ask(platform, **changes), nodes=1))
+    )
 
 
 def without_empty_lists(body):
@@ -320,14 +322,14 @@ def test_modelarts_request_has_only_fields_of_its_interface(changes):
                 if (kind, name) not in unknown_to_the_sdk:
                     check(known.openapi_types[names[name]], one)
 
-    check("Job", FILES["modelarts"].build(ask("modelarts", **changes)))
+    check("Job", REMOTE_PLATFORMS["modelarts"].build(ask("modelarts", **changes)))
 
 
 @pytest.mark.parametrize("changes", [{}, {"spot": True}, {"flavor": None, "pool": "quota1"}])
 def test_pai_request_has_only_fields_of_its_interface(changes):
     from alibabacloud_pai_dlc20201203.models import CreateJobRequest
 
-    body = FILES["pai-dlc"].build(ask("pai-dlc", **changes))
+    body = REMOTE_PLATFORMS["pai-dlc"].build(ask("pai-dlc", **changes))
     read = CreateJobRequest().from_map(body)  # drops what it does not know
     read.validate()
     assert without_empty_lists(read.to_map()) == body
@@ -339,7 +341,7 @@ def test_sagemaker_accepts_the_request_by_its_own_model(changes):
     from botocore.stub import Stubber
 
     client = boto3.client("sagemaker", region_name="eu-west-1", aws_access_key_id="key", aws_secret_access_key=CANARY)
-    body = FILES["sagemaker"].build(ask("sagemaker", **changes))
+    body = REMOTE_PLATFORMS["sagemaker"].build(ask("sagemaker", **changes))
     with Stubber(client) as stub:  # checks names, types and lengths of the request
         stub.add_response(
             "create_training_job", {"TrainingJobArn": "arn:aws:sagemaker:eu-west-1:123456789012:training-job/run-7"}, body
@@ -447,7 +449,7 @@ def test_a_pod_gets_what_was_typed(platform, changes):
         assert in_the_pod(password) == "p$$w$(HOME)$"
     if len(containers) == 2:
         words = list(map(in_the_pod, containers[1]["command"]))
-        assert "$$/b/" in words and Path(kubernetes.__file__).with_name("fetch_code.py").read_text() in words
+        assert "$$/b/" in words and (Path(kubernetes.__file__).with_name("boot") / "fetch_code.py").read_text() in words
 
 
 # --- The code, up and down ---------------------------------------------------------------------------------------------

@@ -14,15 +14,16 @@ import yaml
 from launch.submit import command as submit
 from launch.submit import main, request
 from launch.submit.command import PLATFORMS, new_lines, parser
-from launch.submit.request import Request, describe, mistakes
-from launch.submit.secrets import WAYS, secrets
+from launch.submit.platform import describe
+from launch.submit.request import Request, mistakes
+from launch.submit.secrets import secrets
 from tests.tools.jobs import ROOT
-from tests.tools.submitting import FILES, OWN, ask, words_of
+from tests.tools.submitting import OWN, REMOTE_PLATFORMS, ask, words_of
 
 
 def wrong(asked):
-    own = FILES[asked.platform].mistakes(asked) if asked.platform in FILES else []
-    return [*mistakes(asked), *own, *secrets(asked)]
+    platform = PLATFORMS[asked.platform]
+    return [*mistakes(asked), *platform.mistakes(asked), *secrets(asked, platform.secrets)]
 
 
 def at(body, path):
@@ -130,7 +131,7 @@ GOOD = [
 def test_what_is_asked_for_stands_where_the_platform_reads_it(platform, changes, path, there):
     request = ask(platform, **changes)
     assert wrong(request) == []
-    assert at(FILES[platform].build(request), path) == there
+    assert at(REMOTE_PLATFORMS[platform].build(request), path) == there
 
 
 # platform | what is wrong | the one line that says so
@@ -251,10 +252,6 @@ def test_a_value_that_looks_like_an_option_arrives_as_a_value(value):
     assert (parsed.weights, parsed.lr, parsed.epochs) == (value, "0.1", None)
 
 
-def test_each_platform_has_a_way_to_give_a_job_its_secrets():
-    assert set(WAYS) == set(PLATFORMS)
-
-
 def test_several_mistakes_are_all_said():
     assert len(wrong(ask("modelarts", nodes=0, flavor=None, code_url="s3://bkt/code", env=("A",)))) == 4
 
@@ -277,21 +274,21 @@ def nothing_known(monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("platform", FILES)
+@pytest.mark.parametrize("platform", REMOTE_PLATFORMS)
 def test_without_a_credential_the_request_is_shown_and_nothing_sent(platform, nothing_known, capsys):
     assert main(words_of(ask(platform))) == 0
-    printed, body = capsys.readouterr(), FILES[platform].build(ask(platform))
+    printed, body = capsys.readouterr(), REMOTE_PLATFORMS[platform].build(ask(platform))
     if platform in request.CLUSTERS:
         assert list(yaml.safe_load_all(printed.out))[-1] == body
     else:
         assert (printed.out[:-1] if isinstance(body, str) else json.loads(printed.out)) == body
-    assert printed.err == f"nothing is sent, because there is no credential: {FILES[platform].CREDENTIALS}\n"
+    assert printed.err == f"nothing is sent, because there is no credential: {REMOTE_PLATFORMS[platform].credentials}\n"
 
 
-@pytest.mark.parametrize("platform", FILES)
+@pytest.mark.parametrize("platform", REMOTE_PLATFORMS)
 def test_without_a_credential_nothing_can_be_sent(platform, nothing_known, capsys):
     assert main(["--dry_run", "false", *words_of(ask(platform))]) == 2
-    assert capsys.readouterr() == ("", f"error: there is no credential: {FILES[platform].CREDENTIALS}\n")
+    assert capsys.readouterr() == ("", f"error: there is no credential: {REMOTE_PLATFORMS[platform].credentials}\n")
 
 
 @pytest.mark.parametrize(
