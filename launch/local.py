@@ -15,10 +15,12 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import re
 import secrets
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +32,6 @@ from typing import IO, Any, Callable
 from common import arguments
 from common.errors import count
 from common.machine import cores, drivers
-from common.world.network import free_port
 from launch.options import missing_job, new_parser, split_words
 
 HOST = "127.0.0.1"
@@ -150,7 +151,7 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
 
 def start_once(options: argparse.Namespace, kill_at: list[tuple[int, float]], return_at: list[tuple[int, float]]) -> list[int]:
     """Run all nodes; return exit codes, 0 for a killed node if the others succeed. `kill_at`, `return_at`: (node, seconds)."""
-    port = free_port()
+    port = port_of_node_0()
     secret = os.environ.get("ANYRANK_SECRET") or secrets.token_hex(32)  # by which the nodes know each other (docs/security.md)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as table:
         json.dump(rank_table(options.nodes, options.cards), table)
@@ -162,6 +163,14 @@ def start_once(options: argparse.Namespace, kill_at: list[tuple[int, float]], re
             return_at,
             lambda node: [start(options, node, card, port, secret, table.name) for card in cards],
         )
+
+
+def port_of_node_0() -> int:
+    """Return a free port below those that the system gives to connections, one of which could take it before node 0 listens."""
+    while True:
+        port = random.randrange(10000, 32768)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def _run_nodes(

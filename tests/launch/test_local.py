@@ -47,6 +47,11 @@ def test_the_nodes_share_the_gpus_of_the_machine(tmp_path, shown, nodes, expecte
     assert ("1 GPU for 2 nodes: all of them train on the CPU" in printed) == (shown == "0")
 
 
+def test_no_connection_is_given_the_port_of_node_0_before_it_listens():
+    first_of_linux = 32768  # unless somebody has changed net.ipv4.ip_local_port_range
+    assert max(local.port_of_node_0() for _ in range(50)) < first_of_linux
+
+
 def test_the_job_says_how_all_nodes_go_on(tmp_path):
     def launched(words):
         done = run(words, cwd=tmp_path, env=env)
