@@ -145,7 +145,7 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
             lines.append(f"warning: this run chooses its best epoch by {by}, and --best_by {args.best_by} has no effect on it")
         args = arguments.replaced(args, best_by=by)
     if collectives.rank_and_size()[0] == 0:
-        slower = decode.slower() if args.data_backend in ("pytorch", "kspeed", "dpex") else ()
+        slower = decode.slow_decoder_hints() if args.data_backend in ("pytorch", "kspeed", "dpex") else ()
         warnings = splits.warnings_about(*found) if len(found) > 1 else ()
         for line in [*lines, *warnings, *slower, *([settings] if settings else ())]:
             progress.say(line)
@@ -209,7 +209,7 @@ def _find(args: argparse.Namespace) -> tuple[list[Any], bool]:
             raise UserError(f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend packed as well")
     if splits.is_unsplit(root):
         return [tree.load(root, args.input_dir)], True
-    needed = splits.needed(args.evaluate, os.path.join(root, "train"))
+    needed = splits.needed_splits(args.evaluate, os.path.join(root, "train"))
     return [tree.load(os.path.join(root, split), args.input_dir) for split in needed], False
 
 

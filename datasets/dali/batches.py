@@ -137,7 +137,7 @@ class DaliBatches(PipelineBatches):
             data.tree.prefetch(ids)
             return plan(data, _padded(ids, largest), epoch)
 
-        if data.tree.in_files:
+        if data.tree.has_sample_files:
             files = [data.tree.path(number) for ids in batches for number in _padded(ids, largest)]
 
             def from_files(*numbers: Any) -> tuple[Any, ...]:

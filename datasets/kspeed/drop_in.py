@@ -47,7 +47,7 @@ class KSpeedFolder:
 
     def getPIL(self, path: str) -> "Image.Image":
         """Return the picture, in RGB, as ImageFolder gives it."""
-        with files.picture(io.BytesIO(self.getBIN(path))) as picture:
+        with files.open_picture(io.BytesIO(self.getBIN(path))) as picture:
             return picture.convert("RGB")
 
     def size(self, path: str) -> int:

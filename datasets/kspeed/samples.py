@@ -89,7 +89,7 @@ def _is_unchanged(path: str, info: os.stat_result, content: bytes) -> bool:
 class CachedTree(tree.Tree):
     """A Tree whose photographs are read through a cache."""
 
-    in_files = False
+    has_sample_files = False
 
     cache: SampleCache
     # By the numbers of this tree, so that pick() does not take them along.
@@ -116,7 +116,7 @@ class CachedTree(tree.Tree):
 class VendorsTree(tree.Tree):
     """A Tree whose photographs are read through the vendor's service."""
 
-    in_files = False
+    has_sample_files = False
 
     client: type  # the vendor's KSpeedFolder
     login: tuple[Optional[str], Optional[str], Optional[str]]  # iplist, user, password

@@ -18,15 +18,15 @@ from common.storage import listing, once
 from common.storage.bucket import Bucket, Item
 from common.storage.index import Index
 from common.storage.ranges import Ranges
-from datasets.packs.passing import Passing, choose_what_passes
+from datasets.packs.passing import Passing, choose_passing_shards
 from datasets.packs.plan import BadIndex, Content, FetchPlan
-from datasets.packs.shards import ShardFile, ShardFolder, delete_growing, growing
+from datasets.packs.shards import ShardFile, ShardFolder, delete_growing, growing_path
 from datasets.packs.state import (
     AHEAD,
     IN_ITS_SHARD,
     IN_TURN,
     ON_DISK,
-    PASSES,
+    PASSING,
     SignsOfLife,
     State,
     all_states,
@@ -46,7 +46,7 @@ class Finished:
     """A thread has compared a shard, of which all samples had come, with its SHA-256."""
 
     shard: ShardFile
-    comes_again: bool  # it was wrong, and some of it an earlier start had left
+    needs_refetch: bool  # it was wrong, and some of it an earlier start had left
 
 
 Event = Union[Arrived, Finished, Exception]
@@ -76,14 +76,14 @@ class Fetcher:
         self._samples = content.samples
         self._plan = FetchPlan(content.samples, state)
         self._units = UnitFetcher(url, self._ranges, content.samples, state, self._passing, life)
-        self._files = ShardFolder(folder, content.is_checked_when_read, life.progress)
+        self._files = ShardFolder(folder, content.is_checked_when_read, life.note_progress)
         self.shards = []
         for shard, samples in zip(content.shards, content.samples.in_shards(len(content.shards))):
             name = shard["name"]
-            growing_path = growing(folder, name, shard["sha256"])
-            self.shards.append(ShardFile(name, shard["size"], shard["sha256"], objects[name], samples, growing_path))
+            growing_file = growing_path(folder, name, shard["sha256"])
+            self.shards.append(ShardFile(name, shard["size"], shard["sha256"], objects[name], samples, growing_file))
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._under_way = [0, 0]  # units, by their turn
+        self._in_flight = [0, 0]  # units, by their turn
         self._progress = _Progress(url, self.shards, state)
 
     def _read_indexes(self, paths: list[str], objects: dict[str, Item]) -> dict[str, tuple[Item, bytes]]:
@@ -97,7 +97,7 @@ class Fetcher:
         return indexes
 
     def _checked_content(self, objects: dict[str, Item]) -> Content:
-        """Return what the indexes say. UserError if they contradict each other, or name a shard that the bucket has not so."""
+        """Return what the indexes say; UserError if they contradict each other or the bucket."""
         try:
             content = Content.of(index for _, index in self._indexes.values())
         except BadIndex as error:
@@ -108,49 +108,49 @@ class Fetcher:
                 raise UserError(f"{one_line(self._url)}/{name} is not what its index names: publish the pack again")
         return content
 
-    def run(self, goes_on: Callable[[], bool], keeps: bool = True) -> bool:
-        """Delete what is wrong on the disk or of another version, and fetch what is missing while goes_on().
+    def run(self, should_continue: Callable[[], bool], keeps_shards: bool = True) -> bool:
+        """Delete files that are wrong or of another version; fetch what is missing while should_continue().
 
-        Return whether all shards are whole; then the indexes are beside them. `keeps`: keep the shards for which the disk has
-        room; else the samples of all that are missing pass through.
+        Return whether all shards are whole; then the indexes are beside them. `keeps_shards`: keep those for which
+        the disk has room; else the samples of all that are missing pass through.
         """
         with ThreadPoolExecutor(HASHED_FILES) as pool:
             for shard, is_whole in zip(self.shards, pool.map(self._files.verify_or_delete, self.shards)):
                 shard.is_whole = is_whole
         missing = [shard for shard in self.shards if not shard.is_whole]
-        self._files.delete_growing_except(ours={shard.growing_path for shard in missing})
+        self._files.delete_growing_except(current_paths={shard.growing_path for shard in missing})
         _delete_old_passing(self._folder)
         pack_bytes = sum(shard.size for shard in self.shards)
-        self._passing.most_bytes = choose_what_passes(missing, self._folder, pack_bytes, keeps)
+        self._passing.most_bytes = choose_passing_shards(missing, self._folder, pack_bytes, keeps_shards)
         for shard in self.shards:
-            self._place(shard)
+            self._set_first_place(shard)
         with ThreadPoolExecutor(self._ranges.threads) as requests, ThreadPoolExecutor(1) as finisher:
             try:
-                self._fetch(missing, goes_on, requests, finisher)
+                self._fetch(missing, should_continue, requests, finisher)
             finally:
                 self._ranges.patience.give_up()
                 requests.shutdown(cancel_futures=True)
                 finisher.shutdown(cancel_futures=True)
         is_whole = all(shard.is_whole for shard in self.shards)
         if is_whole:
-            self._name_indexes()
+            self._write_indexes()
         return is_whole
 
-    def _place(self, shard: ShardFile) -> None:
-        """Say where a shard's samples are at first: in the whole shard, nowhere as they pass through, or to come to a file."""
+    def _set_first_place(self, shard: ShardFile) -> None:
+        """Set the place of a shard's samples if it is whole or passes through; else open its growing file."""
         numbers = self._samples.number[shard.samples]
         if shard.is_whole:
             self._files.record(shard)
             self._state.place[numbers] = IN_ITS_SHARD
-            self._plan.set_here(shard.samples)
+            self._plan.set_on_disk(shard.samples)
             self._state.arrived[ON_DISK] += shard.size
-        elif shard.passes:
+        elif shard.is_passing:
             delete_growing(shard.growing_path)  # an earlier start had room for it
-            self._state.place[numbers] = PASSES
+            self._state.place[numbers] = PASSING
         else:
             self._files.begin(shard)
 
-    def _name_indexes(self) -> None:
+    def _write_indexes(self) -> None:
         """Put the indexes beside the shards, last, so that whoever finds one finds the whole pack."""
         for name, (item, content) in self._indexes.items():
             if not self._files.fetched.has(name, item):
@@ -160,20 +160,24 @@ class Fetcher:
     # --- What is fetched next, and what has come ---
 
     def _fetch(
-        self, missing: list[ShardFile], goes_on: Callable[[], bool], requests: ThreadPoolExecutor, finisher: ThreadPoolExecutor
+        self,
+        missing: list[ShardFile],
+        should_continue: Callable[[], bool],
+        requests: ThreadPoolExecutor,
+        finisher: ThreadPoolExecutor,
     ) -> None:
         """Have threads fetch what is wanted and, with a few of them, the rest in order, until all of `missing` are finished."""
         unfinished = set(missing)
-        bell = None  # that was heard last: what is wanted is looked at after each new one
-        while unfinished and goes_on():
+        last_bell = None  # that was heard last: what is wanted is looked at after each new one
+        while unfinished and should_continue():
             self._progress.report_if_due()
             ahead = []
-            if self._state.bell != bell:
-                bell = self._state.bell
-                ahead = list(self._plan.wanted(self._passing.has_room()))
+            if self._state.bell != last_bell:
+                last_bell = self._state.bell
+                ahead = list(self._plan.take_wanted(self._passing.has_room()))
             in_turn = self._units_in_turn(len(ahead))
             for turn, units in ((AHEAD, ahead), (IN_TURN, in_turn)):
-                self._under_way[turn] += len(units)
+                self._in_flight[turn] += len(units)
                 for unit in units:
                     shard = self.shards[self._samples.shard[unit.start]]
                     self._submit(requests, self._units.fetch, shard, unit, turn)
@@ -183,23 +187,23 @@ class Fetcher:
                 if isinstance(event, Arrived):
                     if self._count(event):
                         self._submit(finisher, self._finish, event.shard)
-                elif event.comes_again:
+                elif event.needs_refetch:
                     self._plan.set_missing(event.shard.samples)
                 else:
                     unfinished.remove(event.shard)
             dropped = self._passing.drop()
             if dropped:
-                self._plan.set_gone(dropped)
-                bell = None  # there is room now for what is wanted
-            if not any(self._under_way):
-                self._life.progress()  # nobody wants anything
+                self._plan.set_dropped(dropped)
+                last_bell = None  # there is room now for what is wanted
+            if not any(self._in_flight):
+                self._life.note_progress()  # nobody wants anything
 
-    def _units_in_turn(self, ahead: int) -> list[slice]:
-        """Return the next units in the order of the shards, as many as requests are free beside so many for what is wanted."""
+    def _units_in_turn(self, ahead_count: int) -> list[slice]:
+        """Return the next units in the order of the shards, after `ahead_count` wanted ones, up to REQUESTS."""
         units: list[slice] = []
-        if self._under_way[AHEAD] >= REQUESTS:
+        if self._in_flight[AHEAD] >= REQUESTS:
             return units
-        while self._under_way[IN_TURN] + ahead + len(units) < REQUESTS:
+        while self._in_flight[IN_TURN] + ahead_count + len(units) < REQUESTS:
             unit = self._plan.next_in_turn()
             if unit is None:
                 break
@@ -209,14 +213,14 @@ class Fetcher:
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., Event], *arguments: object) -> None:
         """Have a thread do the work, and put what it returns or raises into the events."""
 
-        def work_and_tell() -> None:
+        def run_and_report() -> None:
             try:
                 event = work(*arguments)
             except Exception as error:
                 event = error
             self._events.put(event)
 
-        pool.submit(work_and_tell)
+        pool.submit(run_and_report)
 
     def _new_events(self) -> Iterator[Event]:
         """Yield what threads have done; wait a moment if that is nothing."""
@@ -226,12 +230,12 @@ class Fetcher:
                 yield self._events.get_nowait()
 
     def _count(self, event: Arrived) -> bool:
-        """Count a unit that has come. Return whether its shard can be finished now, which one that passes through never can."""
+        """Count a unit that has come. Return whether its shard is complete; one that passes through never is."""
         shard = event.shard
         unit = event.unit
-        self._under_way[event.turn] -= 1
+        self._in_flight[event.turn] -= 1
         self._state.arrived[ON_DISK if event.was_on_disk else event.turn] += event.size
-        if shard.passes:
+        if shard.is_passing:
             for number, _, length, _ in self._samples.rows(unit):
                 self._passing.count(number, length)
             return False
@@ -241,17 +245,18 @@ class Fetcher:
     # --- In a thread ---
 
     def _finish(self, shard: ShardFile) -> Finished:
+        """Verify a shard of which all samples have come, and give it its name or have it fetched again."""
         is_right = self._files.finish(shard)
         if not is_right and shard.may_have_bytes:  # it was cut off by a kill: once more, all from the bucket
             shard.may_have_bytes = False
             shard.missing = shard.samples.stop - shard.samples.start
-            return Finished(shard, comes_again=True)
+            return Finished(shard, needs_refetch=True)
         os.close(shard.file)
         if is_right:
             self._files.record(shard)
         else:
             print(f"warning: {one_line(self._url)}/{shard.name} is not what its index says, between its samples", flush=True)
-        return Finished(shard, comes_again=False)
+        return Finished(shard, needs_refetch=False)
 
 
 def _delete_old_passing(folder: str) -> None:
@@ -271,18 +276,19 @@ class _Progress:
         self._waiting = Waiting()
 
     def report_if_due(self) -> None:
+        """Print the line if ten seconds have passed since the last one."""
         if not self._waiting.takes_line():
             return
-        kept = [shard for shard in self._shards if not shard.passes]
+        kept = [shard for shard in self._shards if not shard.is_passing]
         if all(shard.is_whole for shard in kept):
             return
         ahead, in_turn, on_disk = self._state.arrived.tolist()
         rate = max(1, ahead + in_turn) / self._waiting.seconds
-        whole = sum(shard.is_whole for shard in kept)
-        line = f"{whole} of {count(len(kept), 'shard')}, {rate / MIB:.1f} MiB/s"
+        whole_count = sum(shard.is_whole for shard in kept)
+        text = f"{whole_count} of {count(len(kept), 'shard')}, {rate / MIB:.1f} MiB/s"
         if len(kept) == len(self._shards):  # else some come again in each epoch, and there is no end to tell
             arrived = ahead + in_turn + on_disk
             total = sum(shard.size for shard in kept)
-            line += f", {arrived // MIB} of {total // MIB} MiB, {max(0, total - arrived) / rate:.0f} s left"
-            line += f"; {ahead / total:.0%} came ahead of its shard"
-        print(f"arriving {one_line(self._url)}: {line}", flush=True)
+            text += f", {arrived // MIB} of {total // MIB} MiB, {max(0, total - arrived) / rate:.0f} s left"
+            text += f"; {ahead / total:.0%} came ahead of its shard"
+        print(f"arriving {one_line(self._url)}: {text}", flush=True)

@@ -44,18 +44,18 @@ STORED = {"stored_widths": np.int32, "stored_heights": np.int32}  # in format 2;
 class Arriving(Protocol):
     """What a Packed asks for its samples while its shards come from a bucket: an arrival.Arrival."""
 
-    def announced(self, batches: Iterable[np.ndarray], number: np.ndarray) -> Iterator[np.ndarray]: ...
+    def announced(self, batches: Iterable[np.ndarray], state_numbers: np.ndarray) -> Iterator[np.ndarray]: ...
 
     def wait(self, number: int) -> Optional[bytes]: ...
 
-    def growing(self, shard: dict[str, Any]) -> str: ...
+    def growing_path(self, shard: dict[str, Any]) -> str: ...
 
 
 @dataclasses.dataclass
 class Packed(tree.Tree):
     """A split of a pack: where each sample is in the shards, and how it is read."""
 
-    in_files: ClassVar[bool] = False
+    has_sample_files: ClassVar[bool] = False
 
     shard: np.ndarray  # index in `shards` of a sample's shard
     offset: np.ndarray  # of its first byte there
@@ -73,10 +73,10 @@ class Packed(tree.Tree):
         return int(self.checksum[number])
 
     def digest(self) -> dict[str, str]:
-        known = super().digest()
+        digests = super().digest()
         if self.form != "original":
-            known.pop("bytes", None)  # they are not those of the files
-        return known
+            digests.pop("bytes", None)  # they are not those of the files
+        return digests
 
     def shard_path(self, number: int) -> str:
         """Return the path of the shard that holds a sample."""
@@ -85,26 +85,29 @@ class Packed(tree.Tree):
     def path(self, number: int) -> str:
         return f"{self.shard_path(number)}:{self.names[number]}"
 
-    def stored(self, number: int) -> tuple[int, int]:
+    def stored_size(self, number: int) -> tuple[int, int]:
         return int(self.stored_heights[number]), int(self.stored_widths[number])
 
     def describe(self) -> str:
-        return super().describe() + (f"; in the form {self.form}" if self.form != "original" else "")
+        text = super().describe()
+        if self.form != "original":
+            text += f"; in the form {self.form}"
+        return text
 
     def announced(self, batches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         return self.arrival.announced(batches, self.number) if self.arrival else iter(batches)
 
     def _reader_of(self, number: int) -> Callable[[int, int], bytes]:
-        """Wait until a sample is there. Return read(begin, length) for parts of it, where `begin` is a place in the shard."""
+        """Wait for a sample. Return read(begin, length) for parts of it; `begin`: an offset in the shard."""
         path = self.shard_path(number)
-        growing = None  # where the shard's file is until it is whole, if it still arrives
+        growing_path = None  # where the shard's file is until it is whole, if it still arrives
         if self.arrival:
-            passed_through = self.arrival.wait(int(self.number[number]))
-            if passed_through is not None:
-                first = int(self.offset[number])
-                return lambda begin, length: passed_through[begin - first :][:length]
-            growing = self.arrival.growing(self.shards[self.shard[number]])
-        return lambda begin, length: _from_file(path, begin, length, growing)
+            passing_content = self.arrival.wait(int(self.number[number]))
+            if passing_content is not None:
+                sample_begin = int(self.offset[number])
+                return lambda begin, length: passing_content[begin - sample_begin :][:length]
+            growing_path = self.arrival.growing_path(self.shards[self.shard[number]])
+        return lambda begin, length: _read_part(path, begin, length, growing_path)
 
     def read(self, number: int) -> bytes:
         """Return the bytes of a sample; OSError if they do not match its checksum."""
@@ -121,7 +124,7 @@ class Packed(tree.Tree):
             return decode.Tiled(content) if tiles.is_tiled(content) else self.read(number)
         if self.form != "raw":
             return self.read(number)
-        height, width = self.stored(number)
+        height, width = self.stored_size(number)
         begin = int(self.offset[number] + self.length[number]) - 3 * height * width  # after the header
         read = self._reader_of(number)
         return decode.Pixels(height, width, lambda at, length: read(begin + at, length))
@@ -147,55 +150,56 @@ class Packed(tree.Tree):
 
 def load(folder: str, split: str) -> Packed:
     """Return the samples of a split in a folder. One in a bucket is read while it arrives (arrival.py)."""
-    files = read_index(local_index(folder, split, INPUT_DIR), folder, split)
-    for shard in files.shards:
+    pack = read_index(local_index(folder, split, INPUT_DIR), folder, split)
+    for shard in pack.shards:
         path = os.path.join(folder, shard["name"])
         if not os.path.isfile(path) or os.path.getsize(path) != shard["size"]:
             raise UserError(
                 f"{one_line(path)} is missing or has not the {shard['size']} bytes that its index says; "
                 f"python -m launch pack ROOT {one_line(folder)} makes it again"
             )
-    forget_open_files()
-    return files
+    close_shards()
+    return pack
 
 
-def local_index(place: str, split: str, inputs: str) -> str:
+def local_index(source: str, split: str, inputs: str) -> str:
     """Return the local path of a split's index; UserError if there is none.
 
-    `place`: a folder, or a bucket, whose index is fetched to a folder below `inputs`.
+    `source`: a folder, or a bucket, whose index is fetched to a folder below `inputs`.
     """
-    path = _fetch_index(place, split, inputs) if is_bucket(place) else index_path(place, split)
+    path = _fetch_index(source, split, inputs) if is_bucket(source) else index_path(source, split)
     if not path or not os.path.isfile(path):
-        shown = one_line(place)
+        display_name = one_line(source)
         raise UserError(
-            f"{shown} has no finished pack of {split}: python -m launch pack ROOT {shown} makes it, or completes it"
+            f"{display_name} has no finished pack of {split}: python -m launch pack ROOT {display_name} makes it, or "
+            "completes it"
         )
     return path
 
 
-def verify_once(files: Packed) -> None:
+def verify_once(pack: Packed) -> None:
     """Raise a UserError if a shard of raw pixels differs from its SHA-256. Shards are read once per node and after a change."""
-    if files.form != "raw":
+    if pack.form != "raw":
         return
-    note = os.path.join(index.notes(files.folder), f"{files.shards[0]['name']}.verified.json")
+    note_path = os.path.join(index.notes(pack.folder), f"{pack.shards[0]['name']}.verified.json")
 
     def verify_unless_noted(lease: once.Lease) -> None:
-        identities = _identities(files)  # before they are read, so that a later change is seen
-        if read_note(note) == identities:
+        identities = _identities(pack)  # before they are read, so that a later change is seen
+        if read_note(note_path) == identities:
             return
-        _compare_digests(files, lease)
-        with naming_what_is_in_the_way(note):
-            write_atomically(note, json.dumps(identities).encode())
+        _compare_digests(pack, lease)
+        with naming_what_is_in_the_way(note_path):
+            write_atomically(note_path, json.dumps(identities).encode())
 
-    once.once_per_node(note, verify_unless_noted)
+    once.once_per_node(note_path, verify_unless_noted)
 
 
-def _compare_digests(files: Packed, lease: once.Lease) -> None:
-    """Read all shards. UserError for the first whose SHA-256 is not that of the index. Who waits is told how far it is."""
-    size = sum(shard["size"] for shard in files.shards)
-    paths = [os.path.join(files.folder, shard["name"]) for shard in files.shards]
+def _compare_digests(pack: Packed, lease: once.Lease) -> None:
+    """Read all shards; UserError for one whose SHA-256 is not that of the index. `lease`: shows progress."""
+    size = sum(shard["size"] for shard in pack.shards)
+    paths = [os.path.join(pack.folder, shard["name"]) for shard in pack.shards]
     with ThreadPoolExecutor(8) as pool, Progress("verifying shards", len(paths), "shards", size, lease.tell) as progress:
-        for shard, path, digest in zip(files.shards, paths, pool.map(sha256, paths)):
+        for shard, path, digest in zip(pack.shards, paths, pool.map(sha256, paths)):
             if digest != shard["sha256"]:
                 raise UserError(
                     f"{one_line(path)} has the size that its index says and another SHA-256: publish the pack again"
@@ -203,19 +207,19 @@ def _compare_digests(files: Packed, lease: once.Lease) -> None:
             progress.add(1, shard["size"])
 
 
-def _identities(files: Packed) -> dict[str, list]:
+def _identities(pack: Packed) -> dict[str, list]:
     """Return, for each shard, its SHA-256 in the index and its file's size and time, by which a later call sees a change."""
-    known = {}
-    for shard in files.shards:
-        status = os.stat(os.path.join(files.folder, shard["name"]))
-        known[shard["name"]] = [shard["sha256"], status.st_size, status.st_mtime_ns]
-    return known
+    identities = {}
+    for shard in pack.shards:
+        status = os.stat(os.path.join(pack.folder, shard["name"]))
+        identities[shard["name"]] = [shard["sha256"], status.st_size, status.st_mtime_ns]
+    return identities
 
 
-def refuse_folders(files: Packed) -> None:
+def refuse_folders(pack: Packed) -> None:
     """Raise UserError if there is a folder where a shard belongs."""
-    for shard in files.shards:
-        path = os.path.join(files.folder, shard["name"])
+    for shard in pack.shards:
+        path = os.path.join(pack.folder, shard["name"])
         if os.path.isdir(path):
             raise UserError(f"{one_line(path)} is a folder, and a shard belongs there: move it away")
 
@@ -223,9 +227,9 @@ def refuse_folders(files: Packed) -> None:
 # --- The bytes of a sample ---------------------------------------------------------------------------------------------
 
 
-def _from_file(path: str, begin: int, length: int, growing: Optional[str] = None) -> bytes:
+def _read_part(path: str, begin: int, length: int, growing_path: Optional[str] = None) -> bytes:
     """Read a part of a shard with pread, which does not move the file position that threads and forked workers share."""
-    shard = _opened(path, growing)  # this reference keeps the file open if the cache drops it meanwhile
+    shard = _open_shard(path, growing_path)  # this reference keeps the file open if the cache drops it meanwhile
     try:
         return os.pread(shard.fileno(), length, begin)
     except OSError as error:
@@ -234,30 +238,31 @@ def _from_file(path: str, begin: int, length: int, growing: Optional[str] = None
 
 
 @functools.lru_cache(OPEN_SHARDS)
-def _opened(path: str, growing: Optional[str]) -> io.FileIO:
+def _open_shard(path: str, growing_path: Optional[str]) -> io.FileIO:
     """Open a shard's file or, until that is whole, the one from which it grows; a rename does not concern open files."""
-    if growing is None:
+    if growing_path is None:
         return open(path, "rb", buffering=0)
-    for place in (path, growing, path):  # the last time, for one that was renamed between the first two
+    for candidate in (path, growing_path, path):  # the last time, for one that was renamed between the first two
         with contextlib.suppress(FileNotFoundError):
-            return open(place, "rb", buffering=0)
+            return open(candidate, "rb", buffering=0)
     raise TrainingFailed(f"{one_line(path)} is gone: start again to go on")
 
 
-def forget_open_files() -> None:
+def close_shards() -> None:
     """Close the shards: a pack that was made again has other files under the same names."""
-    _opened.cache_clear()
+    _open_shard.cache_clear()
 
 
 # --- The index ---------------------------------------------------------------------------------------------------------
 
 
 def index_path(folder: str, split: str) -> str:
+    """Return the path of a split's index in a folder, or its address in a bucket."""
     return os.path.join(folder, f"{split}-index.npz")
 
 
 def has_index(url: str, split: str, inputs: str) -> bool:
-    """Return whether a bucket has the index of a split, which is fetched then."""
+    """Fetch the index of a split from a bucket. Return whether it has one."""
     return _fetch_index(url, split, inputs) is not None
 
 
@@ -273,25 +278,26 @@ def _fetch_index(url: str, split: str, inputs: str) -> Optional[str]:
     return index_path(storage.fetch(address, folder), split)
 
 
-def _kinds(form: str) -> dict[str, type]:
+def _dtypes(form: str) -> dict[str, type]:
     """Return {name of an array: its dtype} for the index of a pack in this form."""
     return PER_SAMPLE if FORMATS[form] == 1 else {**PER_SAMPLE, **STORED}
 
 
-def write_index(folder: str, split: str, files: tree.Tree, about: dict[str, Any], arrays: dict[str, Any]) -> None:
+def write_index(folder: str, split: str, source: tree.Tree, metadata: dict[str, Any], arrays: dict[str, Any]) -> None:
     """Write a split's index.
 
-    `about`: its "shards", "identity" and "form"; `arrays`: values for each sample, in place of those of `files` or beside them.
+    `metadata`: its "shards", "identity" and "form"; `arrays`: of each sample, in place of those of `source` or
+    beside them.
     """
-    described = {**about, "format": FORMATS[about["form"]], "split": split}
-    described.update(classes=files.classes, left_out=files.left_out)
+    full_metadata = {**metadata, "format": FORMATS[metadata["form"]], "split": split}
+    full_metadata.update(classes=source.classes, left_out=source.left_out)
     stored: dict[str, Any] = {
-        "about": np.frombuffer(json.dumps(described).encode(), np.uint8),
-        "names": np.frombuffer("\0".join(files.names).encode("utf-8", "surrogateescape"), np.uint8),
+        "about": np.frombuffer(json.dumps(full_metadata).encode(), np.uint8),
+        "names": np.frombuffer("\0".join(source.names).encode("utf-8", "surrogateescape"), np.uint8),
     }
-    for name, kind in _kinds(about["form"]).items():
-        values = arrays[name] if name in arrays else getattr(files, name)
-        stored[name] = np.asarray(values, kind)
+    for name, dtype in _dtypes(metadata["form"]).items():
+        values = arrays[name] if name in arrays else getattr(source, name)
+        stored[name] = np.asarray(values, dtype)
     buffer = io.BytesIO()
     np.savez(buffer, **stored)
     write_atomically(index_path(folder, split), buffer.getbuffer())
@@ -303,33 +309,34 @@ def read_index(path: str, folder: str, split: str) -> Packed:
         with np.load(path, allow_pickle=False) as stored:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
                 raise ValueError("it is compressed")
-            about = json.loads(bytes(stored["about"]))
+            metadata = json.loads(bytes(stored["about"]))
             names = bytes(stored["names"]).decode("utf-8", "surrogateescape").split("\0")
-            if (about["format"], about["split"]) != (FORMATS.get(about["form"]), split):
+            if (metadata["format"], metadata["split"]) != (FORMATS.get(metadata["form"]), split):
                 raise ValueError(f"it is not an index of {split} in a known format")
-            arrays = {name: stored[name] for name in _kinds(about["form"])}
-        _check(about, names, arrays)
-        words = {name: about[name] for name in ("classes", "left_out", "shards", "identity", "form")}
+            arrays = {name: stored[name] for name in _dtypes(metadata["form"])}
+        _check(metadata, names, arrays)
+        fields = {name: metadata[name] for name in ("classes", "left_out", "shards", "identity", "form")}
         arrays = {"stored_widths": arrays["widths"], "stored_heights": arrays["heights"], **arrays}
     except Exception as error:  # a damaged file can fail in any way
         reason = f"it lacks {error}" if isinstance(error, KeyError) else one_line(error)[:200]
         raise UserError(
             f"{one_line(path)} is damaged ({reason}): fetch it again, or have python -m launch pack ROOT OUT make it again"
         ) from None
-    return Packed(folder, names=names, **words, **arrays, number=np.arange(len(names)), arrival=None)
+    return Packed(folder, names=names, **fields, **arrays, number=np.arange(len(names)), arrival=None)
 
 
-def _check(about: dict[str, Any], names: list[str], arrays: dict[str, np.ndarray]) -> None:
+def _check(metadata: dict[str, Any], names: list[str], arrays: dict[str, np.ndarray]) -> None:
     """Raise a ValueError if the index contradicts itself, or leads out of the folder or out of a shard."""
-    for shard in about["shards"]:
+    for shard in metadata["shards"]:
         _check_shard(shard)
-    for words in (about["classes"], *about["left_out"].values()):
-        if not (isinstance(words, list) and words and all(isinstance(word, str) for word in words)):
+    for texts in (metadata["classes"], *metadata["left_out"].values()):
+        if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
             raise ValueError("a list of names is empty or has something else in it")
-    _check_arrays(about, len(names), arrays)
+    _check_arrays(metadata, len(names), arrays)
 
 
 def _check_shard(shard: dict[str, Any]) -> None:
+    """Raise a ValueError if a shard has no safe file name, no size or no SHA-256."""
     if not re.fullmatch(r"[^./][^/]*\.tar", shard["name"]) or not is_fetchable_name(shard["name"]):
         raise ValueError(f"{shard['name'][:80]!r} is not the name of a shard")
     has_size = type(shard["size"]) is int and 0 < shard["size"] < 1 << 62
@@ -337,25 +344,26 @@ def _check_shard(shard: dict[str, Any]) -> None:
         raise ValueError(f"it has no size or no SHA-256 of {shard['name']}")
 
 
-def _check_arrays(about: dict[str, Any], samples: int, arrays: dict[str, np.ndarray]) -> None:
+def _check_arrays(metadata: dict[str, Any], samples: int, arrays: dict[str, np.ndarray]) -> None:
+    """Raise a ValueError if an array has a wrong type or shape, or a value that cannot be."""
     for name, array in arrays.items():
-        kind = np.dtype(_kinds(about["form"])[name])
-        if array.dtype != kind or array.shape != (samples,):
-            raise ValueError(f"its {name} are {array.dtype} {array.shape}, not {kind} ({samples},)")
+        dtype = np.dtype(_dtypes(metadata["form"])[name])
+        if array.dtype != dtype or array.shape != (samples,):
+            raise ValueError(f"its {name} are {array.dtype} {array.shape}, not {dtype} ({samples},)")
     for name, array in arrays.items():
-        least = 1 if name in ("widths", "heights", "length") else 0
-        if array.dtype.kind == "i" and array.min() < least:
+        minimum = 1 if name in ("widths", "heights", "length") else 0
+        if array.dtype.kind == "i" and array.min() < minimum:
             raise ValueError(f"one of its {name} is {array.min()}")
-    for name, count in (("labels", len(about["classes"])), ("shard", len(about["shards"]))):
+    for name, count in (("labels", len(metadata["classes"])), ("shard", len(metadata["shards"]))):
         if arrays[name].max() >= count:
             raise ValueError(f"one of its {name} is {arrays[name].max()}, and there are {count}")
     for name in STORED.keys() & arrays.keys():
         if (arrays[name] > arrays[name[len("stored_") :]]).any():
             raise ValueError(f"one of its {name} is larger than that of the original")
-    if about["form"] == "raw":
+    if metadata["form"] == "raw":
         pixels = 3 * arrays["stored_widths"].astype(np.int64) * arrays["stored_heights"]
         if (pixels > arrays["length"]).any():
             raise ValueError("a sample has fewer bytes than its pixels")
-    sizes = np.array([shard["size"] for shard in about["shards"]])[arrays["shard"]]
+    sizes = np.array([shard["size"] for shard in metadata["shards"]])[arrays["shard"]]
     if (arrays["offset"] > sizes - arrays["length"]).any():
         raise ValueError("a sample is beyond the end of its shard")

@@ -12,7 +12,7 @@ from common.errors import UserError, one_line
 from common.files import MIB, create
 from common.storage import listing
 from datasets.packs.shards import ShardFile
-from datasets.packs.state import IN_ITS_FILE, NOW, PASSES, State, long_ago, passing_folder
+from datasets.packs.state import IN_ITS_FILE, PASSING, WAITING, State, passing_folder, request_cutoff
 
 SHARE = 20  # once samples that pass through have 1/SHARE of the disk,
 MOST_BYTES = 1 << 30  # or so much, only those for which a reader waits are asked for
@@ -33,7 +33,7 @@ class Passing:
         self._state = state
         self._oldest_first: collections.deque[tuple[int, int]] = collections.deque()  # (number, bytes)
         self._bytes = 0
-        self._looked = 0.0  # when drop() last looked
+        self._last_check = 0.0  # when drop() last looked
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def write(self, number: int, content: Union[bytes, memoryview]) -> None:
@@ -46,10 +46,12 @@ class Passing:
         self._state.place[number] = IN_ITS_FILE
 
     def count(self, number: int, size: int) -> None:
+        """Count the file of a sample that write() has written, as the newest."""
         self._oldest_first.append((number, size))
         self._bytes += size
 
     def has_room(self) -> bool:
+        """Return whether samples may be asked for that no reader waits for."""
         return self._bytes <= self.most_bytes
 
     def drop(self) -> list[int]:
@@ -57,22 +59,21 @@ class Passing:
 
         A sample that was wanted too long ago no longer is. Called again within DROP_SECONDS, it does nothing.
         """
-        if time.monotonic() - self._looked < DROP_SECONDS:
+        if time.monotonic() - self._last_check < DROP_SECONDS:
             return []
-        self._looked = time.monotonic()
-        too_old = long_ago()
+        self._last_check = time.monotonic()
+        cutoff = request_cutoff()
         dropped = []
         kept = []
         while self._oldest_first and not self.has_room():
             number, size = self._oldest_first.popleft()
-            since = int(self._state.wanted[number])
-            is_wanted = since == NOW or (
-                since != 0 and since > too_old
-            )  # 0: not wanted; soon after a boot, too_old is below it
-            if is_wanted:
+            requested_at = int(self._state.requested_at[number])
+            # 0: not wanted; soon after a boot, the cutoff is below it.
+            is_recent = requested_at != 0 and requested_at > cutoff
+            if requested_at == WAITING or is_recent:
                 kept.append((number, size))
                 continue
-            self._state.place[number] = PASSES
+            self._state.place[number] = PASSING
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path(number))
             self._bytes -= size
@@ -84,29 +85,30 @@ class Passing:
         return os.path.join(self._folder, str(number))
 
 
-def choose_what_passes(missing: Sequence[ShardFile], folder: str, pack_bytes: int, keeps: bool) -> int:
-    """Set `passes` of the shards that are not kept: the last, for which the disk of `folder` has no room; all unless `keeps`.
+def choose_passing_shards(missing: Sequence[ShardFile], folder: str, pack_bytes: int, keeps_shards: bool) -> int:
+    """Set `is_passing` of the shards that are not kept: the last, for which the disk of `folder` has no room.
 
     Return how many bytes of samples may pass through before only those are fetched for which a reader waits. Warn if some pass
-    for want of room; UserError if the disk is full. `missing`: the shards that are not whole; `pack_bytes`: of all shards.
+    for want of room; UserError if the disk is full.
+    `missing`: the shards that are not whole; `pack_bytes`: of all shards; without `keeps_shards` none is kept.
     """
     disk = os.statvfs(folder)
     room = disk.f_bavail * disk.f_frsize - listing.SPARE
     needed = {shard: shard.bytes_to_come() for shard in missing}
-    if sum(needed.values()) <= (max(0, room) if keeps else 0):
+    if sum(needed.values()) <= (max(0, room) if keeps_shards else 0):
         return 0
     if room <= 0:
-        free = f"{one_line(folder)} has {max(0, room + listing.SPARE) // MIB} MiB free"
-        raise UserError(f"{free}, too few for a pack that passes through: give --input_dir on a larger disk")
+        shortage = f"{one_line(folder)} has {max(0, room + listing.SPARE) // MIB} MiB free"
+        raise UserError(f"{shortage}, too few for a pack that passes through: give --input_dir on a larger disk")
     share = disk.f_blocks * disk.f_frsize // SHARE
-    for_samples = min(share, MOST_BYTES, room // 2)
-    for_others = share  # what others write, as checkpoints
-    room_left = room - for_samples - for_others if keeps else 0
+    sample_bytes = min(share, MOST_BYTES, room // 2)
+    reserved_bytes = share  # what others write, as checkpoints
+    room_left = room - sample_bytes - reserved_bytes if keeps_shards else 0
     for shard, size in needed.items():
         room_left -= size
-        shard.passes = room_left < 0
-    if keeps:
-        passing_bytes = sum(shard.size for shard in missing if shard.passes)
-        without_room = f"{passing_bytes // MIB} of {pack_bytes // MIB} MiB, which come again in every epoch"
-        print(f"warning: {one_line(folder)} has no room for {without_room}: --input_dir on a larger disk keeps all", flush=True)
-    return for_samples
+        shard.is_passing = room_left < 0
+    if keeps_shards:
+        passing_bytes = sum(shard.size for shard in missing if shard.is_passing)
+        passing_text = f"{passing_bytes // MIB} of {pack_bytes // MIB} MiB, which come again in every epoch"
+        print(f"warning: {one_line(folder)} has no room for {passing_text}: --input_dir on a larger disk keeps all", flush=True)
+    return sample_bytes

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from datasets.packs.state import ABSENT, NOW, PASSES, State, long_ago
+from datasets.packs.state import ABSENT, PASSING, WAITING, State, request_cutoff
 
 UNIT_BYTES = 4 << 20  # most bytes of a unit, unless it is one longer sample
 HEADER_BYTES = 512  # of a header in a tar file
@@ -29,7 +29,7 @@ class Samples:
     """
 
     number: np.ndarray  # of each sample, in the State
-    at: np.ndarray  # of each number in the State, its position here
+    position: np.ndarray  # of each number in the State, its position here
     shard: np.ndarray
     offset: np.ndarray  # of the sample's own bytes in the shard
     length: np.ndarray
@@ -44,28 +44,27 @@ class Samples:
         `splits`: for each, the arrays "shard", "offset", "length" and "checksum"; in this order the State numbers the samples.
         `shard_sizes`: bytes of each shard.
         """
-        together = {name: np.concatenate([split[name] for split in splits]) for name in splits[0]}
-        order = np.lexsort((together["offset"], together["shard"]))
-        ordered = {name: values[order] for name, values in together.items()}
-        offset = ordered["offset"]
-        sample_end = offset + ordered["length"]
-        first_of_shard = np.flatnonzero(np.diff(ordered["shard"], prepend=-1))
-        end_before = np.concatenate([[0], sample_end[:-1]])
-        overlaps = offset < end_before
+        columns = {name: np.concatenate([split[name] for split in splits]) for name in splits[0]}
+        order = np.lexsort((columns["offset"], columns["shard"]))
+        sorted_columns = {name: values[order] for name, values in columns.items()}
+        offset = sorted_columns["offset"]
+        sample_end = offset + sorted_columns["length"]
+        first_of_shard = np.flatnonzero(np.diff(sorted_columns["shard"], prepend=-1))
+        previous_end = np.concatenate([[0], sample_end[:-1]])
+        overlaps = offset < previous_end
         overlaps[first_of_shard] = False
         if overlaps.any() or len(first_of_shard) != len(shard_sizes):
             raise BadIndex("samples overlap, or a shard has none")
-        begin = np.maximum(
-            offset - HEADER_BYTES, end_before
-        )  # a header goes with its sample, the rest before it with the last one
+        # A header goes with its sample, the rest before it with the previous one.
+        begin = np.maximum(offset - HEADER_BYTES, previous_end)
         begin[first_of_shard] = 0
         last_of_shard = np.append(first_of_shard[1:], len(order)) - 1
         end = np.append(begin[1:], 0)
         end[last_of_shard] = shard_sizes
-        return Samples(number=order, at=np.argsort(order), **ordered, begin=begin, end=end)
+        return Samples(number=order, position=np.argsort(order), **sorted_columns, begin=begin, end=end)
 
     def rows(self, unit: slice) -> Iterator[tuple[int, int, int, int]]:
-        """Return the number, offset, length and checksum of each sample of a unit."""
+        """Return an iterator over (number, offset, length, checksum) of each sample of a unit."""
         columns = (self.number, self.offset, self.length, self.checksum)
         return zip(*(column[unit].tolist() for column in columns))
 
@@ -94,16 +93,16 @@ class Content:
         forms = set()
         for index in indexes:
             with np.load(io.BytesIO(index), allow_pickle=False) as stored:
-                about = json.loads(bytes(stored["about"]))
+                metadata = json.loads(bytes(stored["about"]))
                 split = {name: stored[name] for name in ("shard", "offset", "length", "checksum")}
-            for shard in about["shards"]:
+            for shard in metadata["shards"]:
                 if shards.setdefault(shard["name"], shard) != shard:
                     raise BadIndex(f"{shard['name']} has two descriptions")
             number_of = {name: number for number, name in enumerate(shards)}
-            numbers = np.array([number_of[shard["name"]] for shard in about["shards"]])  # of this index's shards, among all
+            numbers = np.array([number_of[shard["name"]] for shard in metadata["shards"]])  # of this index's shards, among all
             split["shard"] = numbers[split["shard"]]
             splits.append(split)
-            forms.add(about["form"])
+            forms.add(metadata["form"])
         samples = Samples.of(splits, np.array([shard["size"] for shard in shards.values()]))
         return Content(list(shards.values()), samples, "raw" not in forms)
 
@@ -114,26 +113,26 @@ class FetchPlan:
     def __init__(self, samples: Samples, state: State) -> None:
         self._samples = samples
         self._state = state
-        self._is_asked = np.zeros(len(samples.number), bool)  # by number in the State
+        self._is_requested = np.zeros(len(samples.number), bool)  # by number in the State
         self._cursor = 0  # all samples before it are asked for, or pass through
 
-    def wanted(self, has_room_to_pass: bool) -> Iterator[slice]:
+    def take_wanted(self, has_room_to_pass: bool) -> Iterator[slice]:
         """Yield units of wanted samples: first those for which a reader waits, then the longest wanted.
 
-        Each counts as asked for once it is yielded. What was wanted long ago no longer is. Without `has_room_to_pass`, samples
-        that pass through are left out, but for those for which a reader waits.
+        Each counts as asked for once it is yielded. What was wanted long ago no longer is. Without
+        `has_room_to_pass`, of the samples that pass through only those are yielded for which a reader waits.
         """
-        since = self._state.wanted
-        is_waited_for = since == NOW
-        chosen = (since != 0) & ~self._is_asked
+        requested_at = self._state.requested_at
+        is_waited_for = requested_at == WAITING
+        chosen = (requested_at != 0) & ~self._is_requested
         if not has_room_to_pass:
             chosen &= is_waited_for | (self._state.place == ABSENT)
-        chosen &= is_waited_for | (since > long_ago())
+        chosen &= is_waited_for | (requested_at > request_cutoff())
         numbers = np.flatnonzero(chosen)
-        longest_first = numbers[np.argsort(since[numbers], kind="stable")]
+        longest_first = numbers[np.argsort(requested_at[numbers], kind="stable")]
         for number in longest_first.tolist():
-            if not self._is_asked[number]:
-                yield self._take(int(self._samples.at[number]), chosen)
+            if not self._is_requested[number]:
+                yield self._take(int(self._samples.position[number]), chosen)
 
     def next_in_turn(self) -> Optional[slice]:
         """Return the next unit in the order of the shards, which then counts as asked for.
@@ -143,22 +142,23 @@ class FetchPlan:
         numbers = self._samples.number
         while self._cursor < len(numbers):
             number = numbers[self._cursor]
-            if not self._is_asked[number] and self._state.place[number] != PASSES:
+            if not self._is_requested[number] and self._state.place[number] != PASSING:
                 return self._take(self._cursor, None)
             self._cursor += 1
         return None
 
-    def set_here(self, samples: slice) -> None:
-        self._is_asked[self._samples.number[samples]] = True
+    def set_on_disk(self, samples: slice) -> None:
+        """Let these samples not be asked for, as they are on the disk."""
+        self._is_requested[self._samples.number[samples]] = True
 
     def set_missing(self, samples: slice) -> None:
         """Let these samples be asked for once more."""
-        self._is_asked[self._samples.number[samples]] = False
+        self._is_requested[self._samples.number[samples]] = False
         self._cursor = min(self._cursor, samples.start)
 
-    def set_gone(self, numbers: list[int]) -> None:
+    def set_dropped(self, numbers: list[int]) -> None:
         """Let samples that passed through, by their numbers in the State, be asked for when they are wanted again."""
-        self._is_asked[numbers] = False
+        self._is_requested[numbers] = False
 
     def _take(self, first: int, chosen: Optional[np.ndarray]) -> slice:
         """Mark the samples from position `first` on as asked for, and return them as a unit: neighbours in one shard, up to
@@ -169,8 +169,8 @@ class FetchPlan:
             number = samples.number[end]
             is_another_shard = samples.shard[end] != samples.shard[first]
             is_too_long = end > first and samples.end[end] - samples.begin[first] > UNIT_BYTES
-            if self._is_asked[number] or is_another_shard or is_too_long or not (chosen is None or chosen[number]):
+            if self._is_requested[number] or is_another_shard or is_too_long or not (chosen is None or chosen[number]):
                 break
-            self._is_asked[number] = True
+            self._is_requested[number] = True
             end += 1
         return slice(first, end)

@@ -1,7 +1,7 @@
 """The process of a node that fetches a pack for a job: it begins, takes over from one that has frozen, and ends with the job.
 
 It is a fresh interpreter without torch, because obstore does not work in a process that was forked while it was in use. Of
-several jobs on a node one fetches; the processes of the others stand by. Who reads the pack is told by memory (state.py).
+several jobs on a node one fetches; the processes of the others stand by. Readers see its State (state.py).
 """
 
 import contextlib
@@ -32,48 +32,48 @@ WATCH_SECONDS = 1.0  # between two looks at who holds the lease
 class Order:
     """What to fetch, for whom, and where to."""
 
-    rank: int  # the process id of the rank that has started this process
+    rank_pid: int  # the process id of the rank that has started this process
     node: str  # the same text for all processes of the job on this node
     url: str
     folder: str
     path: str  # of the State's file
-    keeps: bool  # whether shards are kept on the disk, as far as it has room
+    keeps_shards: bool  # whether shards are kept on the disk, as far as it has room
     indexes: list[str]  # their paths
 
-    def rank_lives(self) -> bool:
-        return os.getppid() == self.rank
+    def is_rank_alive(self) -> bool:
+        return os.getppid() == self.rank_pid
 
 
 def main(rank: str, node: str, url: str, folder: str) -> None:
     """Fetch the pack at `url` to `folder` for the process `rank`, as long as that lives, unless another process does.
 
+    A line of JSON on the standard input has the path of the State, the number of its samples, whether shards are
+    kept, and the paths of the indexes; without it this process ends.
     `node`: the same text for all processes of the job on this node.
-    A line of JSON on the standard input has the path of the State, its
-    samples, whether what has room is kept, and the paths of the indexes; without it this process ends.
     """
     _prepare()
-    with contextlib.suppress(UserError):  # it comes again, where it can be told
+    with contextlib.suppress(UserError):  # it comes again, where it can be written into the State
         Bucket(url)  # imports what takes a while, meanwhile the reader fetches the indexes
-    told = sys.stdin.readline()
-    if not told:
+    order_line = sys.stdin.readline()
+    if not order_line:
         return
-    path, samples, keeps, *indexes = json.loads(told)
-    order = Order(int(rank), node, url, folder, path, keeps, indexes)
+    path, samples, keeps_shards, *indexes = json.loads(order_line)
+    order = Order(int(rank), node, url, folder, path, keeps_shards, indexes)
     state = State(path, samples)
-    asked = time.monotonic()
+    waiting_since = time.monotonic()
     holds_lease = threading.Event()
     threading.Thread(target=_FrozenHolder(state, url).watch, args=(holds_lease,), daemon=True).start()
-    with once.when_free(lease(path), order.rank_lives) as is_held:
+    with once.when_free(lease(path), order.is_rank_alive) as is_held:
         holds_lease.set()
-        if is_held and state.failure(asked, node) is None:  # else a process of this job has tried it already
-            _fetch_and_say_why_not(order, state)
+        if is_held and state.failure(waiting_since, node) is None:  # else a process of this job has tried it already
+            _fetch_or_record_failure(order, state)
 
 
 def _prepare() -> None:
     """Prepare this process: stop signals are for the job alone, with which it is killed, and it may have many files open."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the job needs samples until it has saved
+    for signal_number in STOP_SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN)  # the job needs samples until it has saved
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: if it is stopped, it cannot look for the job
     network.allow_open_files(MOST_FILES)
@@ -85,21 +85,22 @@ class _FrozenHolder:
     def __init__(self, state: State, url: str) -> None:
         self._state = state
         self._url = os.fsencode(url)
-        self._since = time.monotonic()  # since when this process could have seen a sign of life
-        self._looked = self._since
+        self._watching_since = time.monotonic()  # since when this process could have seen a sign of life
+        self._last_check = self._watching_since
 
-    def watch(self, over: threading.Event) -> None:
-        while not over.wait(WATCH_SECONDS):
-            self.end_it()
+    def watch(self, stop: threading.Event) -> None:
+        """Look at the process every WATCH_SECONDS until the event is set. A thread runs this."""
+        while not stop.wait(WATCH_SECONDS):
+            self.kill_if_frozen()
 
-    def end_it(self) -> None:
-        """Kill it if it has shown no sign of life for long, though this process could have seen one."""
+    def kill_if_frozen(self) -> None:
+        """Kill the process if it has shown no sign of life for long, though this one could have seen it."""
         now = time.monotonic()
-        if now - self._looked > GAP_SECONDS:  # this process was stopped, and the other one perhaps, too
-            self._since = now
-        self._looked = now
+        if now - self._last_check > GAP_SECONDS:  # this process was stopped, and the other one perhaps, too
+            self._watching_since = now
+        self._last_check = now
         holder = self._state.holder  # before its pulse: one that takes over shows life first
-        silent_since = max(self._state.pulse, self._since)
+        silent_since = max(self._state.pulse, self._watching_since)
         if holder is not None and now - silent_since > FROZEN_SECONDS:
             _kill_fetcher(holder, self._url)
 
@@ -112,15 +113,15 @@ def _kill_fetcher(pid: int, url: bytes) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _fetch_and_say_why_not(order: Order, state: State) -> None:
+def _fetch_or_record_failure(order: Order, state: State) -> None:
     """Fetch, unless another process has fetched all, and stay until the rank ends.
 
     As long as this process holds the lease, no job that starts clears the State. After an error it does not stay: the error is
     written into the State, for readers that wait.
     """
     life = SignsOfLife(state)
-    over = threading.Event()
-    threading.Thread(target=life.beat, args=(over,), daemon=True).start()
+    stop = threading.Event()
+    threading.Thread(target=life.beat, args=(stop,), daemon=True).start()
     cannot_fetch = f"cannot fetch {one_line(order.url)} to {order.folder}"
     try:
         if os.path.abspath(state_path(order.folder, order.indexes)) != order.path:
@@ -129,38 +130,41 @@ def _fetch_and_say_why_not(order: Order, state: State) -> None:
             _refuse_other_version(order)
             state.forget()
             _fetch(order, state, life)
-        while order.rank_lives():
-            life.progress()
+        while order.is_rank_alive():
+            life.note_progress()
             time.sleep(BEAT_SECONDS)
     except (UserError, TrainingFailed) as error:
-        _say_why_not(error, order, state)
+        _record_failure(error, order, state)
     except OSError as error:
-        _say_why_not(TrainingFailed(f"{cannot_fetch}: {error.strerror or repr(error)}"), order, state)
+        _record_failure(TrainingFailed(f"{cannot_fetch}: {error.strerror or repr(error)}"), order, state)
     except Exception as error:
-        _say_why_not(TrainingFailed(f"{cannot_fetch}: {error!r}"), order, state)
+        _record_failure(TrainingFailed(f"{cannot_fetch}: {error!r}"), order, state)
         raise
     finally:
-        over.set()
+        stop.set()
 
 
-def _say_why_not(error: Exception, order: Order, state: State) -> None:
+def _record_failure(error: Exception, order: Order, state: State) -> None:
+    """Write the error into the State, and into the log if no reader waits and would raise it."""
     state.set_failure(error, order.node)
-    if (state.place == IN_ITS_SHARD).all():  # so no reader waits, and finds the error
+    if (state.place == IN_ITS_SHARD).all():  # so no reader waits
         print(f"warning: {one_line(error)}; all samples are there, and the next start fetches what is missing", flush=True)
 
 
 def _fetch(order: Order, state: State, life: SignsOfLife) -> None:
     """Fetch while the rank lives. If all shards are whole in the end, say so in the State and in the log."""
-    began = time.monotonic()
+    start_time = time.monotonic()
     fetcher = Fetcher(order.url, order.folder, order.indexes, order.path, state, life)
-    if not fetcher.run(order.rank_lives, order.keeps):
+    if not fetcher.run(order.is_rank_alive, order.keeps_shards):
         return
     state.set_whole()
     ahead, in_turn, on_disk = (state.arrived / MIB).tolist()
-    came = f"{ahead + in_turn:.1f} MiB in {time.monotonic() - began:.0f} s, {ahead:.1f} of them ahead of their shards"
-    was_there = f"{on_disk:.1f} MiB were there" if on_disk else "none were there"
+    fetched_text = (
+        f"{ahead + in_turn:.1f} MiB in {time.monotonic() - start_time:.0f} s, {ahead:.1f} of them ahead of their shards"
+    )
+    on_disk_text = f"{on_disk:.1f} MiB were there" if on_disk else "none were there"
     shards = count(len(fetcher.shards), "shard")
-    print(f"arrived: {shards} of {one_line(order.url)}: {came}; {was_there}; all verified", flush=True)
+    print(f"arrived: {shards} of {one_line(order.url)}: {fetched_text}; {on_disk_text}; all verified", flush=True)
 
 
 def _refuse_other_version(order: Order) -> None:
@@ -168,8 +172,8 @@ def _refuse_other_version(order: Order) -> None:
 
     This one would replace the files that the readers of that version read.
     """
-    for other in states_of_this_boot(order.folder):
-        is_another = os.path.basename(other) != os.path.basename(order.path)  # the folders may be spelled in two ways
-        if is_another and not once.is_free(lease(other)):
-            reads = f"a job on this node reads another version of {one_line(order.url)}"
-            raise UserError(f"{reads}: start when it has ended, or give another --input_dir")
+    for path in states_of_this_boot(order.folder):
+        is_other_version = os.path.basename(path) != os.path.basename(order.path)  # the folders may be spelled in two ways
+        if is_other_version and not once.is_free(lease(path)):
+            conflict = f"a job on this node reads another version of {one_line(order.url)}"
+            raise UserError(f"{conflict}: start when it has ended, or give another --input_dir")

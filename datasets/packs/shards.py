@@ -32,7 +32,7 @@ class ShardFile:
     growing_path: str  # of its file until it is whole
     file: int = -1  # the descriptor of that file
     is_whole: bool = False
-    passes: bool = False  # the disk has no room for it: what is wanted of it comes anew in each epoch
+    is_passing: bool = False  # the disk has no room for it: what is wanted of it comes anew in each epoch
     missing: int = 0  # samples that have not come
     may_have_bytes: bool = False  # an earlier start has left the file, in which some may be right
 
@@ -43,22 +43,22 @@ class ShardFile:
         on_disk = os.stat(self.growing_path).st_blocks * DISK_BLOCK  # in whole blocks, so it may be more
         return max(0, self.size - on_disk)
 
-    def read(self, length: int, at: int) -> bytes:
-        return os.pread(self.file, length, at)
+    def read(self, length: int, offset: int) -> bytes:
+        return os.pread(self.file, length, offset)
 
-    def write(self, content: Union[bytes, memoryview], at: int) -> None:
-        write_at(self.file, content, at)
+    def write(self, content: Union[bytes, memoryview], offset: int) -> None:
+        write_at(self.file, content, offset)
 
 
 class ShardFolder:
     """Owns the files of the shards in a folder, and the records of what was verified there."""
 
-    def __init__(self, folder: str, trusts_digests: bool, progress: Callable[[], None]) -> None:
+    def __init__(self, folder: str, trusts_digests: bool, on_progress: Callable[[], None]) -> None:
         """`trusts_digests`: a file that had the digest of its object when it was fetched is not hashed again, because each read
-        compares a checksum. `progress`: called after a file was hashed."""
+        compares a checksum. `on_progress`: called after a file was hashed."""
         self._folder = folder
         self._trusts_digests = trusts_digests
-        self._progress = progress
+        self._on_progress = on_progress
         self.fetched = Index(folder)  # which object each file is
         self._verified = Verified(folder)
 
@@ -77,7 +77,7 @@ class ShardFolder:
         return is_right
 
     def verify_or_delete(self, shard: ShardFile) -> bool:
-        """Verify a shard's file before anything is fetched, and delete it if it is wrong."""
+        """Return whether the shard's file is there and right, before any fetch; delete it if it is wrong."""
         path = self.path(shard)
         status = None
         with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ class ShardFolder:
 
     def _sha256(self, path: str) -> str:
         digest = sha256(path)
-        self._progress()
+        self._on_progress()
         return digest
 
     def begin(self, shard: ShardFile) -> None:
@@ -136,10 +136,10 @@ class ShardFolder:
         if not self.fetched.has(shard.name, shard.item):
             self.fetched.add(shard.name, shard.item)
 
-    def delete_growing_except(self, ours: set[str]) -> None:
-        """Delete the growing files that are not `ours`: an earlier version of the pack has left them, and nobody fetches it."""
+    def delete_growing_except(self, current_paths: set[str]) -> None:
+        """Delete all growing files but these: they are of an earlier version, which nobody fetches."""
         for path in growing_files(self._folder):
-            if path not in ours:
+            if path not in current_paths:
                 delete_growing(path)
 
 
@@ -152,18 +152,18 @@ class Verified:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._path = os.path.join(index.notes(folder), "arrived.json")
-        self._known = read_note(self._path)
+        self._identities = read_note(self._path)
         self._lock = threading.Lock()
 
     def has(self, shard: ShardFile) -> bool:
         identity = self._identity(shard)
-        return identity is not None and self._known.get(shard.name) == identity
+        return identity is not None and self._identities.get(shard.name) == identity
 
     def add(self, shard: ShardFile) -> None:
         with self._lock:
-            self._known[shard.name] = self._identity(shard)
+            self._identities[shard.name] = self._identity(shard)
             with contextlib.suppress(OSError):  # another node writes it, too; without it, the next start reads the file again
-                write_atomically(self._path, json.dumps(self._known).encode())
+                write_atomically(self._path, json.dumps(self._identities).encode())
 
     def _identity(self, shard: ShardFile) -> Optional[list]:
         """Return what changes when the file does; None if there is no file."""
@@ -173,12 +173,13 @@ class Verified:
         return None
 
 
-def growing(folder: str, shard: str, sha256: str) -> str:
+def growing_path(folder: str, shard: str, sha256: str) -> str:
     """Return the path of a shard's file until it is whole."""
     return f"{index.unfinished(folder, f'{shard} {sha256}')}.arriving"
 
 
 def growing_files(folder: str) -> list[str]:
+    """Return the paths of all growing files of a folder, of any version of a pack."""
     return glob.glob(f"{glob.escape(index.notes(folder))}/*.arriving")
 
 
@@ -193,5 +194,6 @@ def drop_unfinished(folder: str) -> None:
 
 
 def delete_growing(path: str) -> None:
+    """Delete a growing file, if it is still there."""
     with contextlib.suppress(FileNotFoundError):  # another rank or node deletes it, too
         os.unlink(path)

@@ -9,20 +9,20 @@ It is a file beside the pack, which every process maps. Samples of all splits ar
     32          is_whole: 1 once all shards are whole and verified                              the fetcher
     40, 48, 56  arrived: bytes ahead of their shard's turn, in its turn, and found on the disk  the fetcher
     1024        failure: why the fetcher ended, as JSON; zeros if it did not                    the fetcher
-    4096        place: of each sample a byte: ABSENT, IN_ITS_SHARD, PASSES or IN_ITS_FILE       the fetcher
-    after it    wanted: of each sample 8 bytes: 0, since when (time.monotonic_ns()), or NOW     readers
+    4096        place: of each sample a byte: ABSENT, IN_ITS_SHARD, PASSING or IN_ITS_FILE      the fetcher
+    after it    requested_at: of each sample 8 bytes: 0, time.monotonic_ns(), or WAITING        readers
 
 "The fetcher" is the process that holds the lease; a job that starts takes it for a moment, to forget what an earlier one left.
 
 There is no lock. An aligned word of up to eight bytes is stored in one piece on x86-64 and on 64-bit Arm. Readers may overwrite
-each other's word in `wanted`: one that waits writes it again once a second. Some things are seen in another order than they
-were written, or have to be in order:
+each other's word in `requested_at`: one that waits writes it again once a second. Some things are seen in another
+order than they were written, or have to be in order:
 
 - The bytes of a sample come before its place. The fetcher writes them by a system call, in which Linux releases the page by an
   atomic operation that is a full barrier. A reader looks at the place first, and then reads them by a system call of its own.
-- PASSES comes before a sample's file is deleted. A reader that saw the old place finds no file, and looks again.
-- `wanted` comes before the bell. On Arm the fetcher may see the bell first and miss what is wanted until the next one. A reader
-  that waits rings once a second, so this costs a second and no sample.
+- PASSING comes before a sample's file is deleted. A reader that saw the old place finds no file and looks again.
+- `requested_at` comes before the bell. On Arm the fetcher may see the bell first and miss the request until the
+  next one. A reader that waits rings once a second, so this costs a second and no sample.
 - A failure is longer than a word. A part of it is no JSON, and the reader looks again; an older one is zeroed first.
 - The holder is two words. Before it is killed, its command line has to be that of a fetcher of the same pack.
 """
@@ -47,10 +47,11 @@ from common.files import create, refuse_link, sha256
 from common.secrets import mask
 from common.storage import index, once
 
-ABSENT, IN_ITS_SHARD, PASSES, IN_ITS_FILE = range(4)  # PASSES: it is not here, and the disk has no room for its shard
-NOW = 1  # in State.wanted: a reader waits for the sample. It is less than any time, so these come first
+# The place of a sample. PASSING: it is not on the disk, which has no room for its shard.
+ABSENT, IN_ITS_SHARD, PASSING, IN_ITS_FILE = range(4)
+WAITING = 1  # in State.requested_at: a reader waits for the sample. It is less than any time, so these come first
 AHEAD, IN_TURN, ON_DISK = range(3)  # places in State.arrived
-ARRIVED = ("from_bucket_first_mib", "from_bucket_mib", "on_disk_mib")  # what speed.jsonl calls them
+ARRIVED_COLUMNS = ("from_bucket_first_mib", "from_bucket_mib", "on_disk_mib")  # what speed.jsonl calls them
 UNREAD_SECONDS = 600  # after which a sample that was wanted soon, and not read, no longer is
 BEAT_SECONDS = 1.0  # between two signs of life
 STUCK_SECONDS = 60  # without a byte and beyond --patience, after which there are none: a request or the disk never ends
@@ -59,20 +60,20 @@ STUCK_SECONDS = 60  # without a byte and beyond --patience, after which there ar
 class State:
     """The shared memory, mapped by this process."""
 
-    TEXT_AT = 1024
+    FAILURE_AT = 1024
     ARRAYS_AT = 4096
 
     def __init__(self, path: str, samples: int) -> None:
-        memory = np.memmap(path, np.uint8, "r+", shape=self._bytes(samples))
-        words = memory[: self.TEXT_AT].view(np.int64)
+        memory = np.memmap(path, np.uint8, "r+", shape=self._file_size(samples))
+        words = memory[: self.FAILURE_AT].view(np.int64)
         self._bell = words[0:1]
         self._pulse = words[1:2]
         self._holder = words[2:4]
         self._is_whole = words[4:5]
-        self._text = memory[self.TEXT_AT : self.ARRAYS_AT]
+        self._failure_text = memory[self.FAILURE_AT : self.ARRAYS_AT]
         self.arrived = words[5:8]
         self.place = memory[self.ARRAYS_AT : self.ARRAYS_AT + samples]
-        self.wanted = memory[-8 * samples :].view(np.int64)
+        self.requested_at = memory[-8 * samples :].view(np.int64)
 
     @classmethod
     def make(cls, path: str, samples: int) -> None:
@@ -87,38 +88,41 @@ class State:
             raise OSError(errno.ENOSYS, "this system cannot reserve the bytes of a file")
         try:
             with create(f"{path}.new") as file:
-                os.posix_fallocate(file.fileno(), 0, cls._bytes(samples))  # a hole would be SIGBUS on a disk that is full
+                os.posix_fallocate(file.fileno(), 0, cls._file_size(samples))  # a hole would be SIGBUS on a disk that is full
         except OSError:
             os.unlink(f"{path}.new")
             raise
         os.replace(f"{path}.new", path)
 
     @classmethod
-    def _bytes(cls, samples: int) -> int:
-        places = -(-samples // 8) * 8  # `wanted` begins at a multiple of 8
-        return cls.ARRAYS_AT + places + 8 * samples
+    def _file_size(cls, samples: int) -> int:
+        place_bytes = -(-samples // 8) * 8  # `requested_at` begins at a multiple of 8
+        return cls.ARRAYS_AT + place_bytes + 8 * samples
 
     @property
     def bell(self) -> int:
+        """Return the time.monotonic_ns() of the last request; it changes with each."""
         return int(self._bell[0])
 
     def ring(self) -> None:
+        """Let the fetcher look at what is wanted."""
         self._bell[0] = time.monotonic_ns()
 
     @property
     def pulse(self) -> float:
-        """When a fetcher last showed a sign of life, by time.monotonic()."""
+        """Return when a fetcher last showed a sign of life, by time.monotonic()."""
         return int(self._pulse[0]) / 1e9
 
     def show_life(self) -> None:
+        """Write this fetcher's sign of life."""
         self._pulse[0] = time.monotonic_ns()
 
     @property
     def holder(self) -> Optional[int]:
-        """The process id of the fetcher, if it counts in this process's namespace; else None."""
+        """Return the process id of the fetcher, or None if it is from another namespace of processes."""
         return int(self._holder[0]) if self._holder[1] == _namespace() else None
 
-    def hold(self) -> None:
+    def set_holder(self) -> None:
         """Say that this process fetches."""
         self._holder[:] = os.getpid(), _namespace()
 
@@ -132,18 +136,19 @@ class State:
     def forget(self) -> None:
         """Forget what an earlier fetcher said of the samples and why it ended: files may have changed since.
 
-        Its pulse and holder stay, as the next one may have written them already; the bell and `wanted` are the readers'.
+        Its pulse and holder stay, as the next one may have written them already; the bell and `requested_at` are
+        the readers'.
         """
         self.place[:] = ABSENT
         self.arrived[:] = 0
         self._is_whole[0] = 0
-        self._text[:] = 0
+        self._failure_text[:] = 0
 
     def set_failure(self, error: Exception, node: str = "") -> None:
-        """Say why the fetcher ends. `node`: names the processes of its job on this node."""
+        """Write why the fetcher ends. `node`: the same text for all processes of its job on this node."""
         failure = {"at": time.monotonic(), "node": node, "text": mask(error)[:200], "code": getattr(error, "exit_code", 1)}
-        self._text[:] = 0  # no part of an older one is left behind it
-        self._text[:] = np.frombuffer(json.dumps(failure).encode().ljust(len(self._text)), np.uint8)
+        self._failure_text[:] = 0  # no part of an older one is left behind it
+        self._failure_text[:] = np.frombuffer(json.dumps(failure).encode().ljust(len(self._failure_text)), np.uint8)
 
     def failure(self, since: float, node: str = "") -> Optional[Exception]:
         """Return the error of the fetcher that has failed last, if that was after `since`, by time.monotonic(); else None.
@@ -151,10 +156,10 @@ class State:
         One that was killed has written none. `node`: only if it was of this node's part of a job, as set_failure() has it.
         """
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # there is none, or it is being written
-            failure = json.loads(bytes(self._text))
+            failure = json.loads(bytes(self._failure_text))
             if failure["at"] > since and node in ("", failure["node"]):
-                kind = UserError if failure["code"] == UserError.exit_code else TrainingFailed
-                return kind(failure["text"])
+                error_type = UserError if failure["code"] == UserError.exit_code else TrainingFailed
+                return error_type(failure["text"])
         return None
 
 
@@ -165,21 +170,21 @@ class SignsOfLife:
     state: State
     last_progress: float = dataclasses.field(default_factory=time.monotonic)
 
-    def progress(self) -> None:
+    def note_progress(self) -> None:
         """Note that something has come, or that nobody wants anything. From any thread."""
         self.last_progress = time.monotonic()
 
-    def beat(self, over: threading.Event) -> None:
-        """Say that this process fetches, and show signs of life until `over`, unless it is stuck. A thread runs this."""
+    def beat(self, stop: threading.Event) -> None:
+        """Show signs of life until `stop`, unless this process is stuck. A thread of the fetcher runs this."""
         self.state.show_life()
-        self.state.hold()
-        while not over.wait(BEAT_SECONDS):
+        self.state.set_holder()
+        while not stop.wait(BEAT_SECONDS):
             if time.monotonic() - self.last_progress < patience.limit() + STUCK_SECONDS:
                 self.state.show_life()
 
 
-def long_ago() -> int:
-    """Return the time.monotonic_ns() before which what was wanted no longer is."""
+def request_cutoff() -> int:
+    """Return the time.monotonic_ns() before which a request has expired."""
     return time.monotonic_ns() - UNREAD_SECONDS * 10**9
 
 
@@ -196,14 +201,16 @@ def _namespace() -> int:
 def state_path(folder: str, indexes: Sequence[str]) -> str:
     """Return the path of the State. Another pack has another one, and so has another boot, which has another clock."""
     pack = hashlib.sha256(" ".join(map(sha256, indexes)).encode()).hexdigest()[:16]
-    return os.path.join(index.notes(folder), f"{_boot()}-{pack}.state")
+    return os.path.join(index.notes(folder), f"{_boot_digest()}-{pack}.state")
 
 
 def states_of_this_boot(folder: str) -> list[str]:
-    return glob.glob(f"{glob.escape(index.notes(folder))}/{_boot()}-*.state")
+    """Return the paths of the States of a folder that were made since this machine started, of any pack."""
+    return glob.glob(f"{glob.escape(index.notes(folder))}/{_boot_digest()}-*.state")
 
 
 def all_states(folder: str) -> list[str]:
+    """Return the paths of the States of a folder, of any pack and boot."""
     return glob.glob(f"{glob.escape(index.notes(folder))}/*.state")
 
 
@@ -217,5 +224,5 @@ def passing_folder(path: str) -> str:
     return f"{path}.passing"
 
 
-def _boot() -> str:
+def _boot_digest() -> str:
     return hashlib.sha256(once.boot_id().encode()).hexdigest()[:8]

@@ -38,18 +38,18 @@ class UnitFetcher:
     def fetch(self, shard: ShardFile, unit: slice, turn: int) -> Arrived:
         """Bring the bytes of a unit to their place, and then say that its samples are there."""
         was_on_disk = False
-        if shard.passes:
+        if shard.is_passing:
             size = self._fetch_to_pass(shard, unit)
         else:
             was_on_disk = self._fetch_to_keep(shard, unit)
             size = int(self._samples.end[unit.stop - 1] - self._samples.begin[unit.start])
-        self._life.progress()
+        self._life.note_progress()
         return Arrived(unit, shard, size, was_on_disk, turn)
 
     def _fetch_to_pass(self, shard: ShardFile, unit: slice) -> int:
         """Write each sample to a file of its own. Return how many bytes came."""
         begin, end = self._bounds_of_samples(unit)
-        content = memoryview(self._right_bytes(shard, unit, begin, end))
+        content = memoryview(self._read_verified(shard, unit, begin, end))
         for number, offset, length, _ in self._samples.rows(unit):
             self._passing.write(number, content[offset - begin :][:length])
         return end - begin
@@ -57,7 +57,7 @@ class UnitFetcher:
     def _fetch_to_keep(self, shard: ShardFile, unit: slice) -> bool:
         """Bring the unit into its shard, and say that its samples are there. Return whether an earlier start had left them.
 
-        Then nothing is fetched: what lies around the samples is left to the SHA-256 of the shard. Else one request brings the
+        If so, nothing is fetched: the SHA-256 of the shard verifies what lies around them. Else one request brings the
         samples and up to UNIT_BYTES before and after them. The rest of longer gaps, as in shards that other programs have made,
         comes when the samples can be read already.
         """
@@ -69,10 +69,10 @@ class UnitFetcher:
         request_end = min(unit_end, samples_end + UNIT_BYTES)
         if shard.may_have_bytes:
             on_disk = shard.read(request_end - request_begin, request_begin)
-            if self._is_right(unit, on_disk, request_begin):
+            if self._has_checksums(unit, on_disk, request_begin):
                 self._state.place[samples.number[unit]] = IN_ITS_SHARD
                 return True
-        shard.write(self._right_bytes(shard, unit, request_begin, request_end), request_begin)
+        shard.write(self._read_verified(shard, unit, request_begin, request_end), request_begin)
         self._state.place[samples.number[unit]] = IN_ITS_SHARD
         self._fetch_between(shard, unit_begin, request_begin)
         self._fetch_between(shard, request_end, unit_end)
@@ -80,19 +80,19 @@ class UnitFetcher:
 
     def _fetch_between(self, shard: ShardFile, begin: int, end: int) -> None:
         """Bring bytes that belong to no sample."""
-        for at in range(begin, end, UNIT_BYTES):
-            length = min(UNIT_BYTES, end - at)
-            shard.write(self._read_range(shard, at, length), at)
-            self._life.progress()
+        for offset in range(begin, end, UNIT_BYTES):
+            length = min(UNIT_BYTES, end - offset)
+            shard.write(self._read_range(shard, offset, length), offset)
+            self._life.note_progress()
 
-    def _right_bytes(self, shard: ShardFile, unit: slice, begin: int, end: int) -> bytes:
+    def _read_verified(self, shard: ShardFile, unit: slice, begin: int, end: int) -> bytes:
         """Return these bytes of the object, in which the unit's samples have the checksums of the index."""
         for _ in range(DAMAGED):
             content = self._read_range(shard, begin, end - begin)
-            if self._is_right(unit, content, begin):
+            if self._has_checksums(unit, content, begin):
                 return content
-        place = f"{one_line(self._url)}/{shard.name}, {end - begin} bytes from {begin} on"
-        raise Damaged(f"{place}, arrived {DAMAGED} times with others than its index says")
+        range_text = f"{one_line(self._url)}/{shard.name}, {end - begin} bytes from {begin} on"
+        raise Damaged(f"{range_text}, arrived {DAMAGED} times with others than its index says")
 
     def _read_range(self, shard: ShardFile, begin: int, length: int) -> bytes:
         try:
@@ -100,8 +100,8 @@ class UnitFetcher:
         except ObjectChanged:
             raise UserError(f"{one_line(self._url)}/{shard.name} has changed since this run began: start again") from None
 
-    def _is_right(self, unit: slice, content: bytes, begin: int) -> bool:
-        """Whether the unit's samples have their checksums in these bytes, of which the first is number `begin` of the shard."""
+    def _has_checksums(self, unit: slice, content: bytes, begin: int) -> bool:
+        """Return whether the unit's samples in these bytes, from `begin` of the shard on, have their checksums."""
         view = memoryview(content)
         return all(
             crc32(view[offset - begin :][:length]) == checksum for _, offset, length, checksum in self._samples.rows(unit)

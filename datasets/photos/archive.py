@@ -25,21 +25,23 @@ def root(address: str, inputs: str) -> str:
     if not archive:
         address = storage.fetch(address, inputs=inputs)
         archive = archive_of(address)
-    return unpacked(archive, inputs) if archive else address
+    return unpack(archive, inputs) if archive else address
 
 
-def archive_of(place: str) -> Optional[str]:
-    """Return the archive that `place` is, or the one in this folder if there is nothing else; None if there is none."""
-    if place.lower().endswith(ENDINGS) and not os.path.isdir(place):
-        return place
+def archive_of(address: str) -> Optional[str]:
+    """Return the archive: `address` itself, or the only visible file of this folder; else None."""
+    if address.lower().endswith(ENDINGS) and not os.path.isdir(address):
+        return address
     names = []
     with contextlib.suppress(OSError):  # who reads the folder says why
-        names = [name for name in os.listdir(place) if not name.startswith(".") and UNPACKED not in name]
-    return os.path.join(place, names[0]) if len(names) == 1 and names[0].lower().endswith(ENDINGS) else None
+        names = [name for name in os.listdir(address) if not name.startswith(".") and UNPACKED not in name]
+    if len(names) == 1 and names[0].lower().endswith(ENDINGS):
+        return os.path.join(address, names[0])
+    return None
 
 
-def unpacked(address: str, inputs: str) -> str:
-    """Return the folder that holds what the archive does, without folders that hold one folder and nothing else."""
+def unpack(address: str, inputs: str) -> str:
+    """Fetch and unpack an archive, once per node. Return the folder with its pictures, see _innermost()."""
     archive = address
     if is_address(address):
         folder = storage.fetch(address, local_folder(address, os.path.join(inputs, "archives")))
@@ -50,25 +52,29 @@ def unpacked(address: str, inputs: str) -> str:
     if not os.access(os.path.dirname(os.path.abspath(archive)), os.W_OK):
         folder = os.path.join(inputs, "unpacked", hashlib.sha256(os.fsencode(os.path.realpath(archive))).hexdigest()[:16])
 
-    def prepare(held: once.Lease) -> None:
+    def prepare(lease: once.Lease) -> None:
         if not untrusted.is_unpacked(archive, folder):
             room = shutil.disk_usage(os.path.dirname(os.path.abspath(folder))).free - SPARE
-            with Progress(f"unpacking {archive}", unit="files", tell=held.tell) as done:
-                untrusted.unpack(archive, folder, _place_of, room, count=lambda: done.add(1))
+            with Progress(f"unpacking {archive}", unit="files", tell=lease.tell) as progress:
+                untrusted.unpack(archive, folder, _picture_name, room, count=lambda: progress.add(1))
 
     once.once_per_node(folder, prepare)
-    return _within(folder)
+    return _innermost(folder)
 
 
-def _place_of(name: str) -> Optional[str]:
-    """Leave out what is hidden, the folder in which macOS keeps what other systems lack, and what is no picture."""
-    hidden = any(word.startswith(".") or word == "__MACOSX" for word in name.split("/"))
-    return name if not hidden and name.lower().endswith((*files.EXTENSIONS, files.MANIFEST)) else None
+def _picture_name(name: str) -> Optional[str]:
+    """Return a member's name if it is a visible picture or manifest; None to leave it out."""
+    is_hidden = any(word.startswith(".") or word == "__MACOSX" for word in name.split("/"))
+    return name if not is_hidden and name.lower().endswith((*files.EXTENSIONS, files.MANIFEST)) else None
 
 
-def _within(folder: str) -> str:
-    while len(there := [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]) == 1:
-        if there[0].name.lower() in splits.OTHER_NAMES or not any(entry.is_dir() for entry in os.scandir(there[0].path)):
-            break
-        folder = there[0].path
-    return folder
+def _innermost(folder: str) -> str:
+    """Enter a folder that is alone in its folder, repeatedly, unless it is a split or holds no folder."""
+    while True:
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+        if len(entries) != 1 or entries[0].name.lower() in splits.OTHER_NAMES:
+            return folder
+        inner = entries[0].path
+        if not any(entry.is_dir() for entry in os.scandir(inner)):
+            return folder
+        folder = inner

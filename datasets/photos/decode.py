@@ -40,7 +40,10 @@ Decoded = TypeVar("Decoded")
 
 
 def short_side(size: int, crop_pct: Optional[float] = None) -> int:
-    """Return the length of a picture's short side for evaluation, of which the network sees `size`, timm's share `crop_pct`."""
+    """Return the short side to which evaluation resizes a picture, before it cuts out its middle of `size`.
+
+    `crop_pct`: which share of it `size` is, as in timm; None: 1 / RESIZE_SHARE.
+    """
     return int(size / crop_pct) if crop_pct else round(size * RESIZE_SHARE)
 
 
@@ -49,35 +52,41 @@ class Undecodable(Exception):
 
 
 class Substitutes:
-    """Replaces a sample that cannot be decoded by the next one that can, the same in every run and on every rank. Each process
-    warns once about such a sample."""
+    """Replaces a sample that cannot be decoded by the next one that can, the same in every run and rank.
 
-    def __init__(self, what: str, most: int) -> None:
-        """`what`: name of the samples in an error; `most`: after so many failures in a row the data set counts as damaged."""
-        self._what = what
-        self._most = most
-        self._named: set[int] = set()
+    Each process warns once about such a sample.
+    """
+
+    def __init__(self, samples_name: str, max_failures: int) -> None:
+        """`samples_name`: for errors; `max_failures`: in a row, after which the data set counts as damaged."""
+        self._samples_name = samples_name
+        self._max_failures = max_failures
+        self._reported: set[int] = set()
 
     def decode(
         self, number: int, count: int, decode: Callable[[int], Decoded], name: Callable[[int], str]
     ) -> tuple[int, Decoded]:
-        """Return (id, decode(id)) of `number` or the next of `count` ids that can be decoded; raise after `most` failures."""
-        for step in range(self._most):
-            used = (number + step) % count
+        """Return (id, decode(id)) of `number` or the next of `count` ids that can be decoded.
+
+        TrainingFailed after too many failures in a row.
+        """
+        for step in range(self._max_failures):
+            candidate = (number + step) % count
             try:
-                with remarks.about(functools.partial(name, used)):
-                    return used, decode(used)
+                with remarks.report_warnings(functools.partial(name, candidate)):
+                    return candidate, decode(candidate)
             except (Undecodable, OSError) as error:
                 if is_of_the_system(error):  # the picture may be good: a start on a repaired disk has to use it
                     raise
-                self._warn(used, one_line(name(used)), error)
+                self._warn(candidate, one_line(name(candidate)), error)
         raise TrainingFailed(
-            f"{self._most} {self._what} in a row cannot be decoded, from {one_line(name(number))}: fetch the data set again"
+            f"{self._max_failures} {self._samples_name} in a row cannot be decoded, from {one_line(name(number))}: fetch "
+            "the data set again"
         )
 
     def _warn(self, number: int, name: str, error: Exception) -> None:
-        if number not in self._named:
-            self._named.add(number)
+        if number not in self._reported:
+            self._reported.add(number)
             warn(f"{name} cannot be decoded ({one_line(error)[:100]}): the next one takes its place")
 
 
@@ -91,9 +100,12 @@ class Pixels:
         self._read = read
 
     def cut(self, box: Optional[Box]) -> torch.Tensor:
+        """Return the pixels of a box (None: all), uint8 (3, H, W)."""
         top, left, bottom, right = box or (0, 0, self._height, self._width)
-        line = 3 * self._width
-        rows = np.frombuffer(self._read(top * line, (bottom - top) * line), np.uint8).reshape(bottom - top, self._width, 3)
+        row_bytes = 3 * self._width
+        rows = np.frombuffer(self._read(top * row_bytes, (bottom - top) * row_bytes), np.uint8).reshape(
+            bottom - top, self._width, 3
+        )
         return torch.from_numpy(rows[:, left:right].copy()).permute(2, 0, 1)
 
 
@@ -104,10 +116,11 @@ class Tiled:
         self.content = content
 
     def cut(self, box: Optional[Box]) -> torch.Tensor:
+        """Decode a box (None: all) to uint8 (3, H, W)."""
         if box is None:
             layout = tiles.layout(self.content)
             box = (0, 0, layout.height, layout.width)
-        small, (top, left, bottom, right) = tiles.part(self.content, box)
+        small, (top, left, bottom, right) = tiles.cut_out(self.content, box)
         decode_whole = _simplejpeg()
         picture = decode_whole(small) if decode_whole else None
         return (decode(small, False, None) if picture is None else picture)[:, top:bottom, left:right]
@@ -117,7 +130,7 @@ Content = Union[bytes, Pixels, Tiled]  # what a picture is decoded from
 
 
 def is_narrow(width: int) -> bool:
-    """Whether a part of this width, decoded alone by nvImageCodec or DALI, gets other colours than in the whole picture."""
+    """Return whether nvImageCodec and DALI give a part of this width other colours than the whole has."""
     return width < 2
 
 
@@ -136,22 +149,22 @@ def train_cut(picture: torch.Tensor, flip: bool, size: int, mode: str = "bilinea
 
 
 def eval_picture(
-    content: Content, special: bool, size: int, short: int, whole: Optional[tuple[int, int]] = None,
+    content: Content, special: bool, size: int, short: int, original: Optional[tuple[int, int]] = None,
     mode: str = "bilinear",
 ) -> torch.Tensor:  # fmt: skip
     """Decode the middle of the picture, as torchvision's Resize(short) and CenterCrop(size) cut it; `short` WHOLE: all of it.
 
-    `whole`: (height, width) of the original, if the stored picture is smaller.
+    `original`: its (height, width), if the stored picture is smaller.
     """
     stored = None if special else _size_of_jpeg(content)
-    box = _needed(stored, size, short, whole or stored, mode) if stored else None
+    box = _needed_box(stored, size, short, original or stored, mode) if stored else None
     if stored is None or box is None or box == (0, 0, *stored):
-        return eval_cut(decode(content, special, None), size, short, whole, mode)
+        return eval_cut(decode(content, special, None), size, short, original, mode)
     _refuse_bomb(*stored)
     picture = torch.empty((*stored, 3), dtype=torch.uint8).permute(2, 0, 1)
     top, left, bottom, right = box
     picture[:, top:bottom, left:right] = decode(content, special, box)
-    return eval_cut(picture, size, short, whole, mode)
+    return eval_cut(picture, size, short, original, mode)
 
 
 def _size_of_jpeg(content: Content) -> Optional[tuple[int, int]]:
@@ -159,31 +172,34 @@ def _size_of_jpeg(content: Content) -> Optional[tuple[int, int]]:
     if isinstance(content, Pixels):
         return None
     try:
-        found = tiles.layout(content.content if isinstance(content, Tiled) else content)
+        layout = tiles.layout(content.content if isinstance(content, Tiled) else content)
     except tiles.NotTiled:
         return None
-    return found.height, found.width
+    return layout.height, layout.width
 
 
-def _needed(stored: tuple[int, int], size: int, short: int, whole: tuple[int, int], mode: str) -> Box:
+def _needed_box(stored: tuple[int, int], size: int, short: int, original: tuple[int, int], mode: str) -> Box:
     """Return the box of a stored picture on which the result of eval_cut() depends, with a small margin."""
-    out = resized_size(*whole, short, size)
+    resized = resized_size(*original, short, size)
     spans = []
-    for length, to, first in zip(stored, out, middle(*out, size)):
-        scale = length / to
+    for length, resized_length, crop_begin in zip(stored, resized, middle(*resized, size)):
+        scale = length / resized_length
         reach = FILTERS[mode] * max(scale, 1)
-        begin = (first + 0.5) * scale - reach - 2
-        end = (first + size - 0.5) * scale + reach + 2
+        begin = (crop_begin + 0.5) * scale - reach - 2
+        end = (crop_begin + size - 0.5) * scale + reach + 2
         spans.append((max(0, int(begin)), min(length, int(end) + 1)))
     (top, bottom), (left, right) = spans
     return top, left, bottom, right
 
 
 def eval_cut(
-    picture: torch.Tensor, size: int, short: int, whole: Optional[tuple[int, int]] = None, mode: str = "bilinear"
+    picture: torch.Tensor, size: int, short: int, original: Optional[tuple[int, int]] = None, mode: str = "bilinear"
 ) -> torch.Tensor:
-    """Resize a decoded picture to the resized_size() of `whole` (None: of itself), and cut out the size x size middle."""
-    height, width = whole or picture.shape[1:]
+    """Resize a decoded picture to the resized_size() of `original`, and cut out the size x size middle.
+
+    `original`: (height, width); None: those of the picture.
+    """
+    height, width = original or picture.shape[1:]
     height, width = resized_size(height, width, short, size)
     picture = resize(picture, height, width, mode)
     top, left = middle(height, width, size)
@@ -210,7 +226,10 @@ def resize(picture: torch.Tensor, height: int, width: int, mode: str = "bilinear
 
 
 def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
-    """Decode a box (None: all) to uint8 (3, H, W), a `special` file with Pillow. Errors but the system's become Undecodable."""
+    """Decode a box (None: all) to uint8 (3, H, W), a `special` file with Pillow.
+
+    Undecodable for any error but those of the system, such as a failed read.
+    """
     try:
         if not isinstance(content, bytes):
             return content.cut(box)
@@ -218,7 +237,7 @@ def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
         if decoder:
             return decoder(content, box)
         top, left, bottom, right = box or (0, 0, None, None)
-        return torch.from_numpy(np.array(with_pillow(content))).permute(2, 0, 1)[:, top:bottom, left:right]
+        return torch.from_numpy(np.array(decode_with_pillow(content))).permute(2, 0, 1)[:, top:bottom, left:right]
     except Undecodable:
         raise
     except Exception as error:
@@ -227,21 +246,22 @@ def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
         raise Undecodable(one_line(error)[:200]) from None
 
 
-def with_pillow(content: bytes) -> "Image.Image":
+def decode_with_pillow(content: bytes) -> "Image.Image":
     """Decode a picture to RGB with Pillow. A one-scan JPEG that it refuses is cut at the first stray marker and tried again."""
     try:
         return _in_rgb(content)
     except OSError:
-        before = _before_a_stray_marker(content)
-        if before is None:
+        intact = _cut_at_stray_marker(content)
+        if intact is None:
             raise
-        return _in_rgb(before)
+        return _in_rgb(intact)
 
 
 def _in_rgb(content: bytes) -> Any:
+    """Decode a whole picture with Pillow, and convert it to RGB."""
     from PIL import Image
 
-    with files.picture(io.BytesIO(content)) as picture:
+    with files.open_picture(io.BytesIO(content)) as picture:
         _refuse_bomb(*picture.size)
         if picture.mode in ("I", "I;16"):  # 16 bits: the upper eight; Pillow would clip instead
             picture = picture.point(lambda value: value / 256).convert("L")
@@ -250,20 +270,20 @@ def _in_rgb(content: bytes) -> Any:
         return picture.convert("RGB")
 
 
-def _before_a_stray_marker(content: bytes) -> Optional[bytes]:
+def _cut_at_stray_marker(content: bytes) -> Optional[bytes]:
     """Return a JPEG that ends where a stray marker interrupts its data; None if it has none, is progressive or has several
     scans. nvImageCodec decodes such a file up to the marker, with grey for the rest. Pillow refuses the whole file, but has to
     give the same picture."""
     try:
-        there = tiles.layout(content)
+        layout = tiles.layout(content)
     except tiles.NotTiled:
         return None
-    components = content[there.sof + 9]
+    components = content[layout.sof + 9]
     only_scan = b"\xff\xda" + bytes([0, 6 + 2 * components, components])
-    found = STRAY_MARKER.search(content, there.data)
-    if content[there.sof + 1] == 0xC2 or not found or content[: there.data][-8 - 2 * components :][:5] != only_scan:
+    match = STRAY_MARKER.search(content, layout.data)
+    if content[layout.sof + 1] == 0xC2 or not match or content[: layout.data][-8 - 2 * components :][:5] != only_scan:
         return None
-    return content[: found.start()] + b"\xff\xd9"
+    return content[: match.start()] + b"\xff\xd9"
 
 
 def _refuse_bomb(width: int, height: int) -> None:
@@ -272,8 +292,8 @@ def _refuse_bomb(width: int, height: int) -> None:
         raise Undecodable("it has too many pixels")
 
 
-def slower() -> Iterator[str]:
-    """Yield a line for the log if nvImageCodec is not installed, though it exists for this system."""
+def slow_decoder_hints() -> Iterator[str]:
+    """Yield a line for the log, how to install nvImageCodec, if this system could have it and lacks it."""
     if sys.platform == "linux" and not (find_spec("nvidia") and find_spec("nvidia.nvimgcodec")):
         yield (
             "photographs are decoded by Pillow, which takes about twice as long as nvImageCodec on the CPU: pip install "

@@ -9,26 +9,27 @@ NO_MARKER = -1  # in place of a kind: here is something else than a marker
 FRAME_START = 10  # bytes of a marker, a length, and a frame header's bits, height, width and components
 
 
-def segments(head: Union[bytes, bytearray], more: Callable[[int], bytes] = lambda _: b"") -> Iterator[tuple[int, int]]:
-    """Yield (kind, place) of each marker up to the coded data, the end of the picture or NO_MARKER. EOFError if none comes.
+def segments(head: Union[bytes, bytearray], read_more: Callable[[int], bytes] = lambda _: b"") -> Iterator[tuple[int, int]]:
+    """Yield (kind, position) of each marker, the last of which is one of END or NO_MARKER.
 
-    `head`: the first bytes of the file; `more(size)`: some of those behind `size` bytes, or none. A bytearray grows by them.
+    EOFError if the file ends before. `head`: the first bytes of the file, which grow if they are a bytearray;
+    `read_more(size)`: some bytes after the first `size`, or none.
     """
-    at = 2
+    position = 2
     while True:
-        while at + FRAME_START > len(head):
-            following = more(len(head))
+        while position + FRAME_START > len(head):
+            following = read_more(len(head))
             if not following:
                 raise EOFError
             head += following
-        kind = head[at + 1]
-        if head[at] != 0xFF:
-            yield NO_MARKER, at
+        kind = head[position + 1]
+        if head[position] != 0xFF:
+            yield NO_MARKER, position
             return
         if kind == 0xFF:  # a fill byte
-            at += 1
+            position += 1
             continue
-        yield kind, at
+        yield kind, position
         if kind in END:
             return
-        at += 2 + int.from_bytes(head[at + 2 : at + 4], "big")
+        position += 2 + int.from_bytes(head[position + 2 : position + 4], "big")

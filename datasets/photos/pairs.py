@@ -41,7 +41,7 @@ class Pairs:
         self.names = []
         rows = []
         for name, *pair in zip(names, *verdicts):
-            reason = _why_left_out(pair[0], pair[1], megapixels)
+            reason = _reason_left_out(pair[0], pair[1], megapixels)
             if reason:
                 warn(f"{one_line(os.path.join(folder, '*', name))} is left out: {reason}")
             else:
@@ -66,6 +66,7 @@ class Pairs:
         return os.path.join(self.folder, "*", self.names[number])
 
     def read(self, number: int) -> list[bytes]:
+        """Return the bytes of both files, the blurry one first."""
         return [files.read(os.path.join(self.folder, side, self.names[number])) for side in self.folders]
 
     def _crc(self, number: int) -> int:
@@ -73,15 +74,15 @@ class Pairs:
 
     def digest(self) -> dict[str, str]:
         """Return what tells these pairs from others."""
-        listed = digests.of(self.names, self.widths, self.heights)
-        return {"list": listed, **digests.of_sampled_checksums(len(self), self._crc)}
+        list_digest = digests.of(self.names, self.widths, self.heights)
+        return {"list": list_digest, **digests.of_sampled_checksums(len(self), self._crc)}
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (images, ids, ids) of a batch: where other data sets have labels, pairs have their ids again."""
         epoch, ids = epoch_and_ids
         images = self.empty_batch(len(ids))
-        for place, number in enumerate(ids):
-            images[place], images[len(ids) + place] = self._pair(int(number), epoch)
+        for position, number in enumerate(ids):
+            images[position], images[len(ids) + position] = self._pair(int(number), epoch)
         return images, torch.from_numpy(ids), torch.from_numpy(ids)
 
     def empty_batch(self, count: int) -> torch.Tensor:
@@ -102,12 +103,14 @@ class Pairs:
         return sizes, (draws[:, :2] * (sizes - crop + 1)).astype(np.int64), draws[:, 2:] < 0.5
 
     def _pair(self, number: int, epoch: int) -> Any:
-        def decoded(used: int) -> Any:
-            (size,), (corner,), (flips,) = self.geometry(np.array([used]), epoch)
-            pictures = [decode.decode(content, bool(self.special[used]), None) for content in self.read(used)]
+        """Return both pictures of a pair, or of its substitute, resized, cropped and flipped alike."""
+
+        def decode_pair(candidate: int) -> Any:
+            (size,), (corner,), (flips,) = self.geometry(np.array([candidate]), epoch)
+            pictures = [decode.decode(content, bool(self.special[candidate]), None) for content in self.read(candidate)]
             return [self.cut(picture, size, corner, flips) for picture in pictures]
 
-        return self._substitutes.decode(number, len(self), decoded, self.name)[1]
+        return self._substitutes.decode(number, len(self), decode_pair, self.name)[1]
 
     def cut(self, picture: torch.Tensor, size: np.ndarray, corner: np.ndarray, flips: np.ndarray) -> torch.Tensor:
         """Resize, crop and flip one decoded picture of a pair."""
@@ -146,19 +149,23 @@ def find(folder: str) -> tuple[tuple[str, str], list[str]]:
     for sides in FOLDERS:
         if all(os.path.isdir(os.path.join(folder, side)) for side in sides):
             names = [set(files.images_below(os.path.join(folder, side))) for side in sides]
-            for here, there in ((0, 1), (1, 0)):
-                unpaired = sorted(names[here] - names[there])
+            for side, partner in ((0, 1), (1, 0)):
+                unpaired = sorted(names[side] - names[partner])
                 if unpaired:
-                    more = f", and {len(unpaired) - 1} more have none" if len(unpaired) > 1 else ""
-                    mine, missing = (one_line(os.path.join(folder, sides[side], unpaired[0])) for side in (here, there))
-                    raise UserError(f"{mine} has no partner {missing}{more}: add what is missing")
+                    path = one_line(os.path.join(folder, sides[side], unpaired[0]))
+                    missing = one_line(os.path.join(folder, sides[partner], unpaired[0]))
+                    text = f"{path} has no partner {missing}"
+                    if len(unpaired) > 1:
+                        text += f", and {len(unpaired) - 1} more have none"
+                    raise UserError(f"{text}: add what is missing")
             return sides, sorted(names[0])
     raise UserError(
         f"{one_line(folder)} has neither the folders blurry and sharp nor img and gt: a data set of pairs has {LAYOUT}"
     )
 
 
-def _why_left_out(blurry: tree.Verdict, sharp: tree.Verdict, megapixels: int) -> Optional[str]:
+def _reason_left_out(blurry: tree.Verdict, sharp: tree.Verdict, megapixels: int) -> Optional[str]:
+    """Return why a pair cannot be used; None if it can."""
     if isinstance(blurry, str):
         return f"the blurry one is {blurry}"
     if isinstance(sharp, str):

@@ -16,37 +16,42 @@ from common.progress import warn
 MOST = 20  # number of files that a process names in warnings
 LONGEST = 200  # longest message that is kept, in bytes
 
-_NAMED: set[str] = set()
+_REPORTED: set[str] = set()
 _NUMBERS = itertools.count(1)  # numbers of the named files; no two threads get the same
-_THREAD = threading.local()  # heard: warnings about the picture that this thread decodes; None outside about()
-_shown: Any = warnings.showwarning  # the handler of all other warnings
+# messages: about the picture that this thread decodes; None outside report_warnings()
+_THREAD = threading.local()
+_default_handler: Any = warnings.showwarning  # the handler of all other warnings
 
 
 @contextlib.contextmanager
-def about(name: Callable[[], str], tell: Callable[[str], None] = warn) -> Iterator[None]:
+def report_warnings(name: Callable[[], str], report: Callable[[str], None] = warn) -> Iterator[None]:
     """Report the first warning inside `with` under name(), once per name and for MOST names; nothing if the code raises."""
     _listen_to_warnings()
-    before = getattr(_THREAD, "heard", None)
-    _THREAD.heard = []
+    previous = getattr(_THREAD, "messages", None)
+    _THREAD.messages = []
     try:
         yield
-        heard = _THREAD.heard
+        messages = _THREAD.messages
     finally:
-        _THREAD.heard = before
-    if heard:
-        _tell_once(name(), heard, tell)
+        _THREAD.messages = previous
+    if messages:
+        _report_once(name(), messages, report)
 
 
-def _tell_once(name: str, heard: Any, tell: Callable[[str], None]) -> None:
-    if name in _NAMED:
+def _report_once(name: str, messages: list[str], report: Callable[[str], None]) -> None:
+    """Report the first of a picture's messages, unless this name or MOST others were reported already."""
+    if name in _REPORTED:
         return
-    _NAMED.add(name)
+    _REPORTED.add(name)
     number = next(_NUMBERS)
     if number > MOST:
         return
-    more = f" ({len(heard) - 1} more about it)" if len(heard) > 1 else ""
-    last = f"; that is said of {MOST} files now, and no other is named" if number == MOST else ""
-    tell(f"{one_line(name)}: its decoder says: {one_line(heard[0])[:LONGEST]}{more}{last}")
+    text = f"{one_line(name)}: its decoder says: {one_line(messages[0])[:LONGEST]}"
+    if len(messages) > 1:
+        text += f" ({len(messages) - 1} more about it)"
+    if number == MOST:
+        text += f"; that is said of {MOST} files now, and no other is named"
+    report(text)
 
 
 # --- Pillow ------------------------------------------------------------------------------------------------------------
@@ -54,21 +59,22 @@ def _tell_once(name: str, heard: Any, tell: Callable[[str], None]) -> None:
 
 def _listen_to_warnings():
     """Direct Python's warnings to _show(); called for each picture, because the end of a catch_warnings() block undoes it."""
-    global _shown
+    global _default_handler
     if warnings.showwarning is not _show:
-        _shown = warnings.showwarning
+        _default_handler = warnings.showwarning
         warnings.showwarning = _show
 
 
-def _show(message: object, *rest: object, **named: Any) -> None:
-    heard = getattr(_THREAD, "heard", None)
-    if heard is None:
-        _shown(message, *rest, **named)
+def _show(message: object, *args: object, **kwargs: Any) -> None:
+    """Keep a warning about the picture that this thread decodes; pass any other to the previous handler."""
+    messages = getattr(_THREAD, "messages", None)
+    if messages is None:
+        _default_handler(message, *args, **kwargs)
         return
-    heard.append(str(message))
-    for module, its in list(sys.modules.items()):  # or Python would not repeat the warning for the next file
-        if module.startswith("PIL."):
-            vars(its).get("__warningregistry__", {}).clear()
+    messages.append(str(message))
+    for name, module in list(sys.modules.items()):  # or Python would not repeat the warning for the next file
+        if name.startswith("PIL."):
+            vars(module).get("__warningregistry__", {}).clear()
 
 
 # --- libtiff -----------------------------------------------------------------------------------------------------------
@@ -91,11 +97,11 @@ def listen_to_libtiff() -> None:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
 def _FROM_LIBTIFF(module: Any, text: Any, values: Any) -> None:
-    line = ctypes.create_string_buffer(LONGEST)
-    ctypes.CDLL(None).vsnprintf(line, LONGEST, text, ctypes.c_void_p(values))
-    message = f"{(module or b'libtiff').decode(errors='replace')}: {line.value.decode(errors='replace')}"
-    heard = getattr(_THREAD, "heard", None)
-    if heard is None:
+    buffer = ctypes.create_string_buffer(LONGEST)
+    ctypes.CDLL(None).vsnprintf(buffer, LONGEST, text, ctypes.c_void_p(values))
+    message = f"{(module or b'libtiff').decode(errors='replace')}: {buffer.value.decode(errors='replace')}"
+    messages = getattr(_THREAD, "messages", None)
+    if messages is None:
         print(message, file=sys.stderr)
     else:
-        heard.append(message)
+        messages.append(message)

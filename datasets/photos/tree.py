@@ -46,7 +46,9 @@ Verdict = Union[str, tuple[int, int, int]]  # why a file is left out; or (GOOD o
 
 @dataclasses.dataclass
 class Tree:
-    in_files: ClassVar[bool] = True  # whether path() is a file that holds one sample and nothing else
+    """The samples of a split: their files, labels and sizes, and how they are read."""
+
+    has_sample_files: ClassVar[bool] = True  # whether path() is a file that holds one sample and nothing else
 
     folder: str
     classes: list[str]  # sorted names; a label is an index in this list
@@ -61,6 +63,7 @@ class Tree:
         return len(self.names)
 
     def path(self, number: int) -> str:
+        """Return the path of a sample's file; a pack, which has none, adds the name to the shard's path."""
         return os.path.join(self.folder, self.names[number])
 
     def prefetch(self, numbers: Iterable[int]) -> None:
@@ -71,15 +74,16 @@ class Tree:
         return iter(batches)
 
     def read(self, number: int) -> bytes:
+        """Return the bytes of a sample's file, as they are."""
         return files.read(self.path(number))
 
-    def whole(self, number: int) -> tuple[int, int]:
+    def original_size(self, number: int) -> tuple[int, int]:
         """Return (height, width) of a sample's picture."""
         return int(self.heights[number]), int(self.widths[number])
 
-    def stored(self, number: int) -> tuple[int, int]:
+    def stored_size(self, number: int) -> tuple[int, int]:
         """Return (height, width) of the stored picture: a pack may hold a smaller one."""
-        return self.whole(number)
+        return self.original_size(number)
 
     def content(self, number: int) -> "Content":
         """Return what a sample's picture is decoded from: here, the bytes of its file."""
@@ -91,8 +95,8 @@ class Tree:
 
     def digest(self) -> dict[str, str]:
         """Return what tells these pictures from others, equal for files and for a pack of them."""
-        listed = digests.of(self.names, self.labels, self.widths, self.heights)
-        return {"list": listed, **digests.of_sampled_checksums(len(self), self.crc)}
+        list_digest = digests.of(self.names, self.labels, self.widths, self.heights)
+        return {"list": list_digest, **digests.of_sampled_checksums(len(self), self.crc)}
 
     def pick(self, numbers: np.ndarray) -> "Tree":
         """Return a tree with these samples only, in this order."""
@@ -101,14 +105,14 @@ class Tree:
 
     def without_larger(self, megapixels: int) -> "Tree":
         """Return a tree in which photographs above `megapixels` million pixels are left out; UserError if all are larger."""
-        large = self.widths.astype(np.int64) * self.heights > megapixels * 10**6
-        if not large.any():
+        is_large = self.widths.astype(np.int64) * self.heights > megapixels * 10**6
+        if not is_large.any():
             return self
-        if large.all():
+        if is_large.all():
             raise UserError(f"{self.folder}: every image has more than --max_megapixels {megapixels} million pixels: give more")
-        names = [self.names[number] for number in np.flatnonzero(large)]
+        names = [self.names[number] for number in np.flatnonzero(is_large)]
         left_out = {**self.left_out, f"more than {megapixels} million pixels (--max_megapixels)": names}
-        return dataclasses.replace(self.pick(np.flatnonzero(~large)), left_out=left_out)
+        return dataclasses.replace(self.pick(np.flatnonzero(~is_large)), left_out=left_out)
 
     def describe(self) -> str:
         """Return a line about the tree for the log."""
@@ -125,35 +129,39 @@ def load(folder: str, index_folder: str = INPUT_DIR) -> Tree:
     require_folder("the folder", folder, "give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it")
     classes = files.classes(folder)
 
-    def listed(others: dict[str, list[str]]) -> list[tuple[int, str]]:
-        return [(number, name) for number, label in enumerate(classes) for name in files.images_below(folder, label, others)]
+    def list_images(other_files: dict[str, list[str]]) -> list[tuple[int, str]]:
+        return [
+            (number, name) for number, label in enumerate(classes) for name in files.images_below(folder, label, other_files)
+        ]
 
-    return indexed(folder, folder, list(classes), list(classes.items()), listed, index_folder)
+    return indexed(folder, folder, list(classes), list(classes.items()), list_images, index_folder)
 
 
 # --- The index ---------------------------------------------------------------------------------------------------------
 
 
 def indexed(
-    place: str, folder: str, classes: list[str], state: object, listed: Callable[[dict[str, list[str]]], list[tuple[int, str]]],
-    index_folder: str, judged: Callable[[str], Verdict] = lambda path: judge(path),
+    source: str, folder: str, classes: list[str], state: object,
+    list_files: Callable[[dict[str, list[str]]], list[tuple[int, str]]], index_folder: str,
+    judge_file: Callable[[str], Verdict] = lambda path: judge(path),
 ) -> Tree:  # fmt: skip
-    """Return the tree of the files below `folder` that `listed(others)` returns as (label, path), from the index of `place`.
+    """Return the tree of the files below `folder` that list_files(other_files) returns as (label, path).
 
-    It is made once per node if it is missing or of another `state`. `listed` adds what it leaves out to `others`, by extension.
+    It is read from the index of `source`, which is made once per node if it is missing or of another `state`.
+    list_files() adds what it leaves out to `other_files`, by extension.
     """
     signature = _signature(folder, state)
-    name = hashlib.sha256(os.fsencode(os.path.realpath(place))).hexdigest()[:16]
+    name = hashlib.sha256(os.fsencode(os.path.realpath(source))).hexdigest()[:16]
     path = os.path.join(index_folder, "index", f"{name}.npz")
 
-    def read():
+    def read_tree() -> Any:
         return _read(path, folder, classes, signature)
 
-    once.once_per_node(path, lambda held: read() or _write(path, folder, signature, listed, judged, held))
-    found = read()
-    if found is None:
+    once.once_per_node(path, lambda lease: read_tree() or _write(path, folder, signature, list_files, judge_file, lease))
+    tree = read_tree()
+    if tree is None:
         raise UserError(f"{folder} has changed while it was indexed: start again when its files stay as they are")
-    return found
+    return tree
 
 
 def _signature(folder: str, state: object) -> str:
@@ -168,8 +176,8 @@ def _read(path: str, folder: str, classes: list[str], signature: str) -> Any:
                 return None
             names = bytes(stored["names"]).decode("utf-8", "surrogateescape").split("\0")
             left_out = json.loads(bytes(stored["left_out"]))
-            now = [when(os.path.join(folder, name)) for name in _names(left_out)]
-            if now != stored["changed"].tolist():  # a repaired file leaves its folder's time as it was
+            mtimes = [mtime_ns(os.path.join(folder, name)) for name in _judged_names(left_out)]
+            if mtimes != stored["changed"].tolist():  # a repaired file leaves its folder's time as it was
                 return None
             arrays = {name: stored[name] for name in ("labels", "widths", "heights", "special")}
     except Exception:  # a damaged file can fail in any way
@@ -177,20 +185,23 @@ def _read(path: str, folder: str, classes: list[str], signature: str) -> Any:
     return Tree(folder, classes, names, left_out=left_out, **arrays)
 
 
-def _write(path: str, folder: str, signature: str, listed: Callable[..., Any], judged: Any, held: Any) -> Any:
-    others: dict[str, list[str]] = {}
-    names = listed(others)
+def _write(path: str, folder: str, signature: str, list_files: Callable[..., Any], judge_file: Any, lease: Any) -> None:
+    """Judge all files, and write the index; UserError if none of them can be read."""
+    other_files: dict[str, list[str]] = {}
+    entries = list_files(other_files)
     rows = []
     left_out = collections.defaultdict(list)
-    changed = {}
-    left_out.update({f"{BY_NAME}{ending or 'without an extension'}": found for ending, found in others.items()})
-    with ThreadPoolExecutor(THREADS) as pool, Progress(f"indexing {folder}", len(names), "images", tell=held.tell) as progress:
-        paths = (os.path.join(folder, name) for _, name in names)
-        verdicts = pool.map(lambda path: (when(path), judged(path)), paths)  # the time is read before the file
-        for (label, name), (changed_at, verdict) in zip(names, verdicts):
+    mtimes = {}
+    for ending, other_names in other_files.items():
+        left_out[f"{BY_NAME}{ending or 'without an extension'}"] = other_names
+    progress = Progress(f"indexing {folder}", len(entries), "images", tell=lease.tell)
+    with ThreadPoolExecutor(THREADS) as pool, progress:
+        paths = (os.path.join(folder, name) for _, name in entries)
+        verdicts = pool.map(lambda path: (mtime_ns(path), judge_file(path)), paths)  # the time is read before the file
+        for (label, name), (mtime, verdict) in zip(entries, verdicts):
             if isinstance(verdict, str):
                 left_out[verdict].append(name)
-                changed[name] = changed_at
+                mtimes[name] = mtime
             else:
                 rows.append((name, label, *verdict))
             progress.add(1)
@@ -199,21 +210,20 @@ def _write(path: str, folder: str, signature: str, listed: Callable[..., Any], j
         raise UserError(f"{folder} holds no image that can be read ({reasons or 'no file has the extension of one'})")
     names, labels, special, widths, heights = zip(*rows)
     stored = {
-        "signature": _bytes(signature), "names": _bytes("\0".join(names)),
-        "left_out": _bytes(json.dumps(left_out)), "changed": np.array([changed[name] for name in _names(left_out)], np.int64),
-        "labels": np.array(labels, np.int64),
+        "signature": _bytes(signature), "names": _bytes("\0".join(names)), "left_out": _bytes(json.dumps(left_out)),
+        "changed": np.array([mtimes[name] for name in _judged_names(left_out)], np.int64), "labels": np.array(labels, np.int64),
         "special": np.array(special, bool), "widths": np.array(widths, np.int32), "heights": np.array(heights, np.int32),
     }  # fmt: skip
     np.savez(content := io.BytesIO(), **stored)
     write_atomically(path, content.getbuffer())
 
 
-def _names(left_out: dict[str, list[str]]) -> list[str]:
+def _judged_names(left_out: dict[str, list[str]]) -> list[str]:
     """Return the files that were left out for their content, not for their name: if one changes, the index is made again."""
     return [name for reason, names in left_out.items() if not reason.startswith(BY_NAME) for name in names]
 
 
-def when(path: str) -> int:
+def mtime_ns(path: str) -> int:
     """Return the time in ns at which a file or folder was changed; 0 if there is none."""
     try:
         return os.stat(path).st_mtime_ns
@@ -231,18 +241,18 @@ def _bytes(text: str) -> np.ndarray:
 def judge(path: str) -> Verdict:
     """Return the reason to leave a file out, or (GOOD or SPECIAL, width, height); UserError or TrainingFailed if unreadable."""
     try:
-        with files.opened(path) as file:
+        with files.open_limited(path) as file:
             return judge_open(file, path)
     except OSError as error:
         error.filename = path
-        raise files.unreadable(error) from None
+        raise files.unreadable_error(error) from None
     except ValueError as error:  # not a regular file, or too large
         return str(error)
 
 
 def judge_open(file: IO[bytes], name: str) -> Verdict:
     """judge() of a file that is open. `name`: for warnings."""
-    with remarks.about(lambda: name, lambda text: say(f"warning: {text}")):
+    with remarks.report_warnings(lambda: name, lambda text: say(f"warning: {text}")):
         head = file.read(HEAD)
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
         tail = file.read()
@@ -265,17 +275,20 @@ def judge_open(file: IO[bytes], name: str) -> Verdict:
 
 
 def _judge_jpeg(file: IO[bytes], head: bytearray, tail: bytes) -> Verdict:
-    """Walk the segments up to the data, and look for the end marker near the file's end. Return a reason if it is damaged;
-    SPECIAL, for Pillow alone, if it has 4 components, not 8 bits, or stray bytes between segments."""
+    """Walk the segments up to the data, and look for the end marker near the file's end.
+
+    Return a reason if the file is damaged; SPECIAL if it has 4 components, not 8 bits, or stray bytes between
+    segments; else GOOD.
+    """
     frame = None
     is_odd = False
 
-    def more(size: int) -> bytes:
+    def read_more(size: int) -> bytes:
         file.seek(size)
         return file.read(HEAD) if size <= MOST_HEADER else b""
 
     try:
-        for kind, at in jpeg.segments(head, more):
+        for kind, position in jpeg.segments(head, read_more):
             if kind == jpeg.NO_MARKER and frame is None:
                 return "damaged header"
             if kind < 0xC0 or 0xD0 <= kind <= 0xD8:  # not the marker of a segment
@@ -283,7 +296,7 @@ def _judge_jpeg(file: IO[bytes], head: bytearray, tail: bytes) -> Verdict:
                 if frame:
                     break
             if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
-                frame = struct.unpack(">BHHB", head[at + 4 : at + 10])
+                frame = struct.unpack(">BHHB", head[position + 4 : position + 10])
     except EOFError:
         return "damaged header"
     bits, height, width, components = frame or (0, 0, 0, 0)
@@ -295,6 +308,7 @@ def _judge_jpeg(file: IO[bytes], head: bytearray, tail: bytes) -> Verdict:
 
 
 def _judge_png(head: bytes, tail: bytes) -> Verdict:
+    """Return GOOD for 8-bit RGB, SPECIAL for other kinds, or the reason if it is damaged."""
     if len(head) < 33 or head[12:16] != b"IHDR":
         return "damaged header"
     width, height, bits, colour = struct.unpack(">IIBB", head[16:26])
@@ -309,7 +323,7 @@ def _judge_other(file: Any) -> Verdict:
     from PIL import Image
 
     try:
-        with files.picture(file) as picture:
+        with files.open_picture(file) as picture:
             return SPECIAL, *picture.size
     except Image.DecompressionBombError:
         return "too many pixels"

@@ -225,7 +225,7 @@ def verify(folder: str, root: Optional[str], workers: int) -> None:
     if root and form not in ("original", "tiled"):
         raise UserError(f"{one_line(folder)} has pictures in the form {form}, not the originals of {one_line(root)}")
     if form == "tiled" and root:
-        tiles.need_jpegtran()
+        tiles.require_jpegtran()
     if root and not any(os.path.exists(_original(part, 0, split, root)) for part, split in zip(parts, splits.SPLITS)):
         raise UserError(f"{one_line(folder)} was not packed from {one_line(root)}, which has other names: leave it out")
     pairs = [(files, split, number) for files, split in zip(parts, splits.SPLITS) for number in range(len(files.shards))]
@@ -291,7 +291,7 @@ def run(options: argparse.Namespace) -> None:
         labels = files.manifest_of(options.root or "")
         return verify(options.verify, manifest.load(labels)[0][0].folder if labels else options.root, options.workers)
     if options.form == "tiled":
-        tiles.need_jpegtran()
+        tiles.require_jpegtran()
     url = options.out if is_address(options.out) else None
     if url:
         bucket.Bucket(url)  # a wrong address is an error before hours of work

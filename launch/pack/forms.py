@@ -50,11 +50,11 @@ def stored(form: str, content: bytes, special: bool, height: int, width: int) ->
         return content, height, width
     if form == "tiled":
         try:
-            return tiles.tiled(content), height, width
+            return tiles.cut_into_tiles(content), height, width
         except tiles.NotTiled:  # stored as it is: loaders decode it as a whole
             return content, height, width
     try:
-        picture = decode.with_pillow(content)
+        picture = decode.decode_with_pillow(content)
     except Exception:  # a damaged file may cause any error in a decoder
         return content, 0, 0
     if not whole:  # bicubic: a loader resizes it again, and bilinear twice would blur it

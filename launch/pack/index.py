@@ -124,7 +124,7 @@ def _of_folder(place: str) -> tuple[dict[str, int], Callable[[str], Part]]:
     try:
         sizes = {entry.name: entry.stat().st_size for entry in there}
     except OSError as error:  # a link to a shard that is gone
-        raise files.unreadable(error) from None
+        raise files.unreadable_error(error) from None
     if not os.access(place, os.W_OK):
         raise UserError(f"{one_line(place)} cannot be written to, and the index belongs there: give a folder that can")
     return sizes, functools.partial(_part_of_file, place)

@@ -134,8 +134,8 @@ def make(plan: ShardPlan, shard: Shard, done: Callable[[int], None]) -> None:
                     f"{one_line(plan.files.path(sample))} changed while it was packed: start again when it no longer changes"
                 )
             source = functools.partial(plan.files.path, sample)
-            with remarks.about(source, lambda text: say(f"warning: {text}")):
-                stored, *size = forms.stored(plan.form, content, plan.files.special[sample], *plan.files.whole(sample))
+            with remarks.report_warnings(source, lambda text: say(f"warning: {text}")):
+                stored, *size = forms.stored(plan.form, content, plan.files.special[sample], *plan.files.original_size(sample))
             if not min(size):
                 name = one_line(source())
                 say(f"warning: {name} cannot be decoded: it is packed as it is, and a job takes the next one instead")

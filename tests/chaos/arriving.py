@@ -27,8 +27,8 @@ import numpy as np
 from common.address import local_folder
 from common.storage import listing
 from datasets.packs import packed, passing
-from datasets.packs.shards import growing as path_until_whole
-from datasets.packs.state import ARRIVED, ON_DISK
+from datasets.packs.shards import growing_path as path_until_whole
+from datasets.packs.state import ARRIVED_COLUMNS, ON_DISK
 from launch.pack import command as pack
 from tests.benchmarks.arriving import fill
 from tests.tools.faultproxy import FaultProxy
@@ -328,7 +328,7 @@ def little_room(setting, _):
                     running = [Job(setting, "out0", through(line), folder=folder, more=more)]
                 wrong = [text for job in running for text in job.wrong(whole=False)]
                 rows = [json.loads(row) for row in (folder / "out0" / "speed.jsonl").read_text().splitlines()]
-                again = sum(row.get(name, 0) for row in rows if row["epoch"] == 2 for name in ARRIVED[:ON_DISK])
+                again = sum(row.get(name, 0) for row in rows if row["epoch"] == 2 for name in ARRIVED_COLUMNS[:ON_DISK])
                 print(f"  in the second epoch {again * 2**20 / setting.size:.2f} of the pack came")
         finally:
             subprocess.run(["umount", "-l", data], check=True)

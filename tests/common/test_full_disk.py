@@ -293,7 +293,7 @@ def test_any_other_failure_of_a_loader_process_keeps_its_traceback():
 
 def test_no_sample_takes_the_place_of_one_that_a_failing_disk_does_not_give(monkeypatch):
     def read(number):
-        return packed._from_file("/proc/self/mem", 0, 8)  # where nothing is mapped
+        return packed._read_part("/proc/self/mem", 0, 8)  # where nothing is mapped
 
     with pytest.raises(OSError) as raised:
         decode.Substitutes("images", 3).decode(0, 5, read, str)
@@ -302,7 +302,7 @@ def test_no_sample_takes_the_place_of_one_that_a_failing_disk_does_not_give(monk
 
 def test_a_photograph_that_a_failing_disk_does_not_give_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.jpg").write_bytes(b"x")
-    monkeypatch.setattr(photo_files, "opened", lambda path: os.fdopen(os.open(path, os.O_WRONLY), "rb", buffering=0))
+    monkeypatch.setattr(photo_files, "open_limited", lambda path: os.fdopen(os.open(path, os.O_WRONLY), "rb", buffering=0))
     with pytest.raises(OSError) as raised:
         photo_files.read(tmp_path / "a.jpg")
     assert raised.value.errno == errno.EBADF and raised.value.filename == tmp_path / "a.jpg"

@@ -120,7 +120,7 @@ def test_a_pack_has_the_pictures_that_were_packed(form, split, count):
             assert files.read(number) == photo
         else:
             pixels = decode.decode(files.content(number), False, None)
-            assert np.array_equal(pixels.permute(1, 2, 0).numpy(), np.asarray(decode.with_pillow(photo)))
+            assert np.array_equal(pixels.permute(1, 2, 0).numpy(), np.asarray(decode.decode_with_pillow(photo)))
     assert all(files.find_damage(number) is None for number in range(len(files.shards)))
 
 

@@ -206,7 +206,7 @@ def test_optional_packages_are_imported_where_they_are_used(path):
     assert not {name_of(Path(place)) for place in OF_ONE_PACKAGE} & {module for module, _ in imports(top)}
 
 
-@pytest.mark.parametrize("job, most_files, most_statements", [("train", 69, 6200), ("train_imagenet", 97, 8710)])
+@pytest.mark.parametrize("job, most_files, most_statements", [("train", 69, 5600), ("train_imagenet", 97, 7930)])
 def test_a_job_loads_what_it_uses(job, most_files, most_statements):
     """Ours that importing a job loads. What only some runs need is imported in the function that needs it."""
     loaded, left = set(), [f"jobs.{job}"]
@@ -216,7 +216,9 @@ def test_a_job_loads_what_it_uses(job, most_files, most_statements):
         if module not in loaded:
             loaded |= {module, *(packages & set(MODULES))}
             left += [one for place in {module, *packages} & set(MODULES) for one in arrows(MODULES[place], at_its_head)]
-    statements = sum(isinstance(node, ast.stmt) for module in loaded for node in ast.walk(tree_of(MODULES[module])))
+    nodes = [node for module in loaded for node in ast.walk(tree_of(MODULES[module]))]
+    docstrings = sum(isinstance(node, HAVE_DOCSTRINGS) and ast.get_docstring(node) is not None for node in nodes)
+    statements = sum(isinstance(node, ast.stmt) for node in nodes) - docstrings
     assert (len(loaded) <= most_files, statements <= most_statements) == (True, True), (len(loaded), statements)
 
 

@@ -133,7 +133,7 @@ def reached(reachable, tmp_path, monkeypatch):
 
 def passing(url, split):
     """The samples of a split that are read in the bucket, of which nothing stays."""
-    return arrival.begin(url, [split], "input_dir", starts=True, keeps=False)[0]
+    return arrival.begin(url, [split], "input_dir", starts_fetcher=True, keeps_shards=False)[0]
 
 
 @pytest.fixture

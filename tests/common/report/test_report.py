@@ -16,7 +16,7 @@ from common.run import clock, scores, side_files
 from common.run.observers.journal import Journal
 from common.run.observers.report import Report
 from datasets.loader import torch_batches
-from datasets.packs.state import ARRIVED
+from datasets.packs.state import ARRIVED_COLUMNS
 from datasets.sampler import InOrder
 from launch.report import main
 from tests.tools import observed
@@ -347,14 +347,14 @@ def test_of_a_very_long_run_rows_are_put_together_and_their_sums_stay(tmp_path, 
     for name in left.ADDED:
         assert sum(row.get(name, 0) for row in few.speed) == pytest.approx(sum(row.get(name, 0) for row in whole.speed)), name
     assert Parsed(report.of_one(few)).tables["phases"] == Parsed(report.of_one(whole)).tables["phases"]
-    assert set(left.ADDED) == {"images", *clock.PHASES, *ARRIVED}
+    assert set(left.ADDED) == {"images", *clock.PHASES, *ARRIVED_COLUMNS}
 
 
 def test_it_says_where_the_data_of_each_epoch_came_from(tmp_path):
     folder = made_up(tmp_path / "run", epochs=3)
     with open(folder / "speed.jsonl", "a") as file:
         for epoch, first, rest, disk in ((1, 2.0, 3.0, 1.5), (1, 1.0, 0, 0), (2, 0, 0, 0), (3, 0, 4.0, 0)):
-            came = dict(zip(ARRIVED, (first, rest, disk)))
+            came = dict(zip(ARRIVED_COLUMNS, (first, rest, disk)))
             file.write(json.dumps({"epoch": epoch, "waiting_for_storage": 7 * bool(disk), **came}) + "\n")
     rows = Parsed(report.of_one(report.RunFiles.read(str(folder)))).tables["sources"]
     assert [row[:4] for row in rows[1:]] == [["1", "6.0", "3.0", "1.5"], ["3", "4.0", "0.0", "0.0"]]

@@ -40,7 +40,7 @@ def test_a_damaged_note_is_none(tmp_path, how):
     assert read_note(str(tmp_path / "note")) == {}
     (tmp_path / ".fetching").mkdir()
     write(tmp_path / ".fetching" / "arrived.json", DAMAGED[how])
-    assert not Verified(str(tmp_path))._known
+    assert not Verified(str(tmp_path))._identities
 
 
 def test_a_note_that_is_a_folder_or_is_missing_is_none(tmp_path):
@@ -51,8 +51,8 @@ def test_a_note_that_is_a_folder_or_is_missing_is_none(tmp_path):
 def test_a_state_whose_text_is_no_failure_has_none(tmp_path, said):
     State.make(str(tmp_path / "state"), 8)
     state = State(str(tmp_path / "state"), 8)
-    state._text[: len(said)] = list(said.encode()[: len(state._text)])
-    state._text[len(said) :] = ord(" ")
+    state._failure_text[: len(said)] = list(said.encode()[: len(state._failure_text)])
+    state._failure_text[len(said) :] = ord(" ")
     assert state.failure(0) is None
 
 
@@ -65,7 +65,7 @@ def test_a_pack_whose_note_is_damaged_is_judged_anew(packs, at, fetchers):
             fetchers[-1].wait()
             write(came / ".fetching" / "arrived.json", damaged)
             (came / "train-index.npz").unlink()  # which the fetcher puts there when all shards are whole
-        parts = arrival.begin(url, ["train", "val"], "input_dir", starts=True)
+        parts = arrival.begin(url, ["train", "val"], "input_dir", starts_fetcher=True)
         assert parts[0].read(0) == packed.load(str(folder), "train").read(0)
         wait_for(lambda: is_whole(came, folder), fetchers[-1], "the whole pack")
     assert {*json.loads((came / ".fetching" / "arrived.json").read_text())} == {path.name for path in folder.glob("*.tar")}
@@ -100,7 +100,7 @@ def test_a_folder_where_a_shard_belongs_is_named(packs, at):
     path = Path(local_folder(url, "input_dir"), shard)
     path.mkdir(parents=True)
     with pytest.raises(UserError, match=f"{shard} is a folder, and a shard belongs there: move it away"):
-        arrival.begin(url, ["train", "val"], "input_dir", starts=True)
+        arrival.begin(url, ["train", "val"], "input_dir", starts_fetcher=True)
 
 
 IN_THE_WAY = {

@@ -41,7 +41,7 @@ def test_dali_on_a_rank_and_resumed(many, consumed):
 class Kept(tree.Tree):
     """Read by itself, and counted, as a pack or a cache is."""
 
-    in_files, reads = False, 0
+    has_sample_files, reads = False, 0
 
     def read(self, number):
         Kept.reads += 1

@@ -30,9 +30,9 @@ from common.storage import bucket, listing, once, ranges
 from datasets.crc import crc32
 from datasets.packs import arrival, fetcher, packed, process
 from datasets.packs import state as shared
-from datasets.packs.passing import Passing, choose_what_passes
+from datasets.packs.passing import Passing, choose_passing_shards
 from datasets.packs.plan import BadIndex, Content, FetchPlan
-from datasets.packs.shards import growing
+from datasets.packs.shards import growing_path
 from datasets.packs.state import SignsOfLife, State, lease, passing_folder
 from launch.pack import command as pack
 from tests.tools.faultproxy import faults
@@ -82,7 +82,7 @@ def bytes_in(folder):
 def growing_file(came, files, name):
     """The path of a shard until it is whole."""
     (shard,) = [shard for shard in files.shards if shard["name"] == name]
-    return growing(str(came), name, shard["sha256"])
+    return growing_path(str(came), name, shard["sha256"])
 
 
 @pytest.mark.parametrize("form", in_rehearsal(FORMS, lambda form: form == "raw"))
@@ -90,7 +90,7 @@ def test_each_sample_is_read_before_its_shard_is_whole_and_each_byte_comes_once(
     folder, url = packs[form]
     with Line(store.port, rate=300_000) as line:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", line.url)
-        parts = arrival.begin(url, ["train", "val"], "input_dir", starts=True)
+        parts = arrival.begin(url, ["train", "val"], "input_dir", starts_fetcher=True)
         came = Path(local_folder(url, "input_dir"))
         wanted = [packed.load(str(folder), split) for split in ("train", "val")]
         some = np.random.default_rng(0).permutation(len(parts[0]))
@@ -111,7 +111,7 @@ def test_each_sample_is_read_before_its_shard_is_whole_and_each_byte_comes_once(
 def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, at, monkeypatch, form, capsys):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     folder, url = packs[form]
-    parts = arrival.begin(url, ["train", "val"], "input_dir", starts=False)
+    parts = arrival.begin(url, ["train", "val"], "input_dir", starts_fetcher=False)
     state = State(parts[0].arrival.path, parts[0].arrival.samples)
     came = Path(local_folder(url, "input_dir"))
     whole = packed.read_index(str(folder / "train-index.npz"), str(came), "train").shards
@@ -167,8 +167,8 @@ def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, fetcher
         if (came / "train-000001.tar").exists():
             change(came / "train-000001.tar")
         (came / "train-index.npz").unlink(missing_ok=True)
-        ours = arrival.begin(url, ["train", "val"], "input_dir", starts=True)[0]
-        assert not State(ours.arrival.path, ours.arrival.samples).wanted.any(), "what an earlier start wanted"
+        ours = arrival.begin(url, ["train", "val"], "input_dir", starts_fetcher=True)[0]
+        assert not State(ours.arrival.path, ours.arrival.samples).requested_at.any(), "what an earlier start wanted"
         for number in np.flatnonzero(ours.shard == 1):
             assert ours.read(int(number)) == wanted.read(int(number))
         wait_for(lambda: is_whole(came, folder), None, "the whole pack")
@@ -193,7 +193,7 @@ def test_bytes_that_are_not_those_of_the_index_are_never_read(packs, store, at, 
         storage.fetch(url)
     else:
         shutil.copy(ours.shard_path(place), half)
-    part = arrival.begin(url, ["train"], "input_dir", starts=True)[0]
+    part = arrival.begin(url, ["train"], "input_dir", starts_fetcher=True)[0]
     with pytest.raises(
         TrainingFailed, match=r"train-000000\.tar, \d+ bytes from \d+ on, arrived 8 times with others than its index"
     ):
@@ -203,7 +203,7 @@ def test_bytes_that_are_not_those_of_the_index_are_never_read(packs, store, at, 
 
 def test_the_longest_wanted_come_first_with_their_neighbours(packs, at):
     url = packs["original"][1]
-    part = arrival.begin(url, ["train"], "input_dir", starts=False)[0]
+    part = arrival.begin(url, ["train"], "input_dir", starts_fetcher=False)[0]
     state = State(part.arrival.path, part.arrival.samples)
     index = packed.local_index(url, "train", "input_dir")
     ours = fetcher.Fetcher(url, local_folder(url, "input_dir"), [index], part.arrival.path, state, SignsOfLife(state))
@@ -211,19 +211,19 @@ def test_the_longest_wanted_come_first_with_their_neighbours(packs, at):
     order = np.lexsort((part.offset, part.shard))
     now = time.monotonic_ns()
     for since, places in ((now + 2, [0, 1]), (now + 1, [20]), (now, [40])):
-        state.wanted[order[places]] = since
-    assert [(unit.start, unit.stop) for unit in plan.wanted(True)] == [(40, 41), (20, 21), (0, 2)]
-    assert not list(plan.wanted(True)), "they are asked for"
+        state.requested_at[order[places]] = since
+    assert [(unit.start, unit.stop) for unit in plan.take_wanted(True)] == [(40, 41), (20, 21), (0, 2)]
+    assert not list(plan.take_wanted(True)), "they are asked for"
     plan = FetchPlan(ours._samples, state)
-    state.wanted[:] = 0
-    state.wanted[order[[3, 30, 50]]] = [shared.NOW, time.monotonic_ns(), time.monotonic_ns() - 601 * 10**9]
-    state.place[order[20:]] = shared.PASSES
+    state.requested_at[:] = 0
+    state.requested_at[order[[3, 30, 50]]] = [shared.WAITING, time.monotonic_ns(), time.monotonic_ns() - 601 * 10**9]
+    state.place[order[20:]] = shared.PASSING
     ours._passing.count(0, 1)
     assert not ours._passing.has_room()
-    assert [unit.start for unit in plan.wanted(False)] == [3], "there is no room for more that passes through"
+    assert [unit.start for unit in plan.take_wanted(False)] == [3], "there is no room for more that passes through"
     ours._passing.most_bytes = 1
     assert ours._passing.has_room()
-    assert [unit.start for unit in plan.wanted(True)] == [30], "and what was wanted long ago is no longer"
+    assert [unit.start for unit in plan.take_wanted(True)] == [30], "and what was wanted long ago is no longer"
 
 
 def damage(path):
@@ -250,7 +250,7 @@ def test_the_bits_are_those_of_the_folder(packs, store, tmp_path, form, ranks, w
         states.append(final_state(tmp_path / place))
     assert_same_bits(*states)
     rows = [json.loads(line) for line in (tmp_path / "arriving/out/speed.jsonl").read_text().splitlines()]
-    came = sum(sum(row.get(name, 0) for name in shared.ARRIVED) for row in rows) * MIB
+    came = sum(sum(row.get(name, 0) for name in shared.ARRIVED_COLUMNS) for row in rows) * MIB
     shards = sum(path.stat().st_size for path in folder.glob("*.tar"))
     assert 0.5 * shards < came < 1.01 * shards, "all of them, unless the job has ended before"
     pages = [report.of_one(report.RunFiles.read(str(tmp_path / place / "out"))) for place in ("arriving", "folder")]
@@ -283,7 +283,7 @@ def test_a_job_that_waits_for_a_batch_saves_and_ends_when_it_is_told_to(store, t
         line.open.clear()
         (path,) = (tmp_path / local_folder(url, "input_dir") / ".fetching").glob("*.state")
         state = State(str(path), samples)
-        wait_for(lambda: ((state.wanted == 1) & (state.place == 0)).any(), process, "a wait for a sample")
+        wait_for(lambda: ((state.requested_at == 1) & (state.place == 0)).any(), process, "a wait for a sample")
         process.send_signal(signal.SIGTERM)
         if ranks > 1:  # they stop after a step that all have done
             wait_for(lambda: "all ranks stop at the next common step" in (tmp_path / "log").read_text(), process, "its line")
@@ -351,7 +351,7 @@ def test_where_memory_cannot_be_shared_the_pack_is_fetched_first(packs, at, monk
     folder, url = packs["original"]
     args = types.SimpleNamespace(data_url=url, input_dir="input_dir", data_backend="packed", fetch_first=False, evaluate=False)
     args.world, args.min_nodes = types.SimpleNamespace(local_rank=0), None
-    unfinished = Path(growing(local_folder(url, "input_dir"), "train-000000.tar", "its SHA-256"))
+    unfinished = Path(growing_path(local_folder(url, "input_dir"), "train-000000.tar", "its SHA-256"))
     unfinished.parent.mkdir(parents=True)
     unfinished.write_bytes(b"of an earlier start")
     train, val = arrival.find(args)
@@ -400,12 +400,12 @@ def test_batches_are_wanted_before_they_are_loaded(waiting, tmp_path):
     for place, batch in enumerate(reader.announced(iter(batches), number)):
         assert (batch == batches[place]).all()
         until = min(40, place + 11)  # 1,024 samples ahead
-        assert set(np.flatnonzero(state.wanted)) == set(number[batches[:until].ravel()].tolist())
-        assert state.bell >= state.wanted.max(), "the process that fetches is woken after each"
-    first, later = (state.wanted[number[batches[place]]] for place in (0, 9))
+        assert set(np.flatnonzero(state.requested_at)) == set(number[batches[:until].ravel()].tolist())
+        assert state.bell >= state.requested_at.max(), "the process that fetches is woken after each"
+    first, later = (state.requested_at[number[batches[place]]] for place in (0, 9))
     assert place == 39 and first.max() < later.min()
     few = [np.array([sample]) for sample in range(8)]
-    assert next(reader.announced(iter(few), number)) == [0] and state.wanted[number[4]], "of small ones at least four"
+    assert next(reader.announced(iter(few), number)) == [0] and state.requested_at[number[4]], "of small ones at least four"
 
 
 def holder(part):
@@ -419,7 +419,7 @@ def test_another_job_of_the_node_goes_on_where_a_fetcher_was_killed(packs, store
     folder, url = packs["original"]
     with Line(store.port, rate=100_000) as line:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", line.url)
-        parts = [arrival.begin(url, ["train", "val"], "input_dir", starts=True)[0] for _ in range(2)]
+        parts = [arrival.begin(url, ["train", "val"], "input_dir", starts_fetcher=True)[0] for _ in range(2)]
         first = holder(parts[0])
         os.kill(first, signal.SIGKILL)
         wanted = packed.load(str(folder), "train")
@@ -432,14 +432,14 @@ def test_another_job_of_the_node_goes_on_where_a_fetcher_was_killed(packs, store
 
 def test_another_start_costs_a_job_nothing_whose_pack_has_come(packs, at, fetchers, capsys):
     folder, url = packs["original"]
-    (part,) = arrival.begin(url, ["train"], "input_dir", starts=True)
+    (part,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=True)
     state = State(part.arrival.path, part.arrival.samples)
     wait_for(lambda: state.is_whole, None, "the whole split")
     said, line = [], f"arrived: {len(part.shards)} shards of {url}: .*; none were there; all verified\n"
     wait_for(lambda: said.append(capsys.readouterr().out) or re.search(line, "".join(said)), fetchers[0], "its line")
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # they are meant for the job
         fetchers[0].send_signal(number)
-    arrival.begin(url, ["train"], "input_dir", starts=True)
+    arrival.begin(url, ["train"], "input_dir", starts_fetcher=True)
     assert state.place.all(), "nothing that has come is forgotten"
     assert holder(part) == fetchers[0].pid and fetchers[0].poll() is None
     fetchers[0].kill()
@@ -450,7 +450,7 @@ def test_another_start_costs_a_job_nothing_whose_pack_has_come(packs, at, fetche
 
 def test_an_index_that_was_replaced_since_is_not_that_of_this_run(packs, at):
     url = packs["original"][1]
-    (part,) = arrival.begin(url, ["train"], "input_dir", starts=False)
+    (part,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=False)
     state, index = State(part.arrival.path, part.arrival.samples), Path(packed.local_index(url, "train", "input_dir"))
     index.write_bytes(index.read_bytes() + b" ")
     words = [str(os.getpid()), "this node", url, part.arrival.folder]
@@ -464,21 +464,21 @@ def test_an_index_that_was_replaced_since_is_not_that_of_this_run(packs, at):
 def test_a_start_that_finds_no_pack_leaves_no_process(packs, store, at, fetchers):
     url = f"{packs['original'][1]}-that-is-not-there"
     with pytest.raises(UserError):
-        arrival.begin(url, ["train"], "input_dir", starts=True)
+        arrival.begin(url, ["train"], "input_dir", starts_fetcher=True)
     assert [process.wait(PATIENCE) for process in fetchers] == [0]
 
 
 def test_two_versions_of_a_pack_do_not_mix_in_one_folder(packs, store, at, fetchers):
     url = publish(packs["original"][0], store, "arriving-twice")
-    (first,) = arrival.begin(url, ["train"], "input_dir", starts=True)
+    (first,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=True)
     wait_for(lambda: State(first.arrival.path, first.arrival.samples).is_whole, None, "all of the first")
     for path in packs["raw"][0].glob("[tv]*"):
         store.client().upload_file(str(path), "arriving-twice", f"pack/{path.name}")
-    (second,) = arrival.begin(url, ["train"], "input_dir", starts=True)
+    (second,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=True)
     with pytest.raises(UserError, match=f"a job on this node reads another version of {url}: start when it has ended, or give"):
         second.read(0)
     end(fetchers)
-    (third,) = arrival.begin(url, ["train"], "input_dir", starts=True)
+    (third,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=True)
     assert third.read(0) == packed.load(str(packs["raw"][0]), "train").read(0)
 
 
@@ -517,16 +517,16 @@ def test_a_process_that_waits_kills_a_frozen_one_alone(packs, at, monkeypatch, f
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")  # nobody answers
     url = packs["original"][1]
     monkeypatch.setattr(packed, "local_index", lambda _, split, __: str(packs["original"][0] / f"{split}-index.npz"))
-    part = arrival.begin(url, ["train"], "input_dir", starts=True)[0]
+    part = arrival.begin(url, ["train"], "input_dir", starts_fetcher=True)[0]
     state = State(part.arrival.path, part.arrival.samples)
     holder(part)
     killed, kill = [], os.kill
     monkeypatch.setattr(os, "kill", lambda *given: killed.append(given) or kill(*given))
-    process._FrozenHolder(state, url).end_it()
+    process._FrozenHolder(state, url).kill_if_frozen()
     monkeypatch.setattr(process, "FROZEN_SECONDS", -1)
-    process._FrozenHolder(state, "s3://another/pack").end_it()
+    process._FrozenHolder(state, "s3://another/pack").kill_if_frozen()
     assert not killed
-    process._FrozenHolder(state, url).end_it()
+    process._FrozenHolder(state, url).kill_if_frozen()
     assert killed == [(fetchers[0].pid, signal.SIGKILL)] and fetchers[0].wait(PATIENCE) == -signal.SIGKILL
 
 
@@ -540,13 +540,13 @@ def test_an_object_that_changes_in_mid_run_ends_it_and_nothing_of_it_is_read(pac
             changes.append(store.client().put_object(Bucket="arriving-changed", Key="pack/train-000000.tar", Body=other))
 
     with faults(store, plan, monkeypatch):
-        part = arrival.begin(url, ["train"], "input_dir", starts=True)[0]
+        part = arrival.begin(url, ["train"], "input_dir", starts_fetcher=True)[0]
         number = int(np.flatnonzero(part.shard == 0)[0])
         with pytest.raises(UserError, match=r"arriving-changed/pack/train-000000\.tar has changed since this run began"):
             part.content(number).cut(None)
         assert fetchers[0].wait(PATIENCE) == 0
     assert not list(Path(part.arrival.folder).glob("train-000000.tar"))
-    unfinished = Path(part.arrival.growing(part.shards[0]))
+    unfinished = Path(part.arrival.growing_path(part.shards[0]))
     assert not unfinished.exists() or not set(unfinished.read_bytes()) - {0}, "nothing of it is on the disk"
 
 
@@ -559,7 +559,7 @@ def waiting(tmp_path):
 
 def test_a_sample_that_somebody_has_deleted_is_not_waited_for_for_ever(waiting, monkeypatch):
     reader, state = waiting
-    monkeypatch.setattr(arrival, "GONE_SECONDS", 0.01)
+    monkeypatch.setattr(arrival, "NO_FILE_SECONDS", 0.01)
     state.place[2] = shared.IN_ITS_FILE
     with pytest.raises(TrainingFailed, match=r"samples in \S+/state\.passing are gone: start again to go on"):
         reader.wait(2)
@@ -570,7 +570,7 @@ def test_what_ends_the_fetcher_ends_the_readers_with_its_line(waiting):
     state.set_failure(UserError("s3://none/pack/train-000000.tar has changed since this run began: start again"))
     with pytest.raises(UserError, match="has changed since this run began"):
         reader.wait(1)
-    assert state.wanted.tolist() == [0, 1, 0]
+    assert state.requested_at.tolist() == [0, 1, 0]
     state.set_failure(TrainingFailed("no good answer"))
     with pytest.raises(TrainingFailed, match="no good answer"):
         reader.wait(1)
@@ -621,7 +621,7 @@ def test_a_fetcher_that_gets_nothing_for_very_long_shows_no_sign_of_life(waiting
     threading.Thread(target=life.beat, args=(over,), daemon=True).start()
     wait_for(lambda: 0 < state.pulse < time.monotonic() - 0.5, None, "the end of the signs")
     assert state.pulse > began + 0.4
-    life.progress()  # something has come after all
+    life.note_progress()  # something has come after all
     wait_for(lambda: time.monotonic() - state.pulse < 0.5, None, "a sign of life")
     over.set()
 
@@ -651,14 +651,14 @@ def test_a_defect_that_ends_the_fetcher_is_told_to_its_readers(waiting, monkeypa
 
 def test_a_fetcher_that_waits_for_long_looks_whether_the_other_one_is_frozen(waiting, monkeypatch):
     monkeypatch.setattr(process, "FROZEN_SECONDS", -1)
-    monkeypatch.setattr(process._FrozenHolder, "end_it", lambda _: os._exit(17))
+    monkeypatch.setattr(process._FrozenHolder, "kill_if_frozen", lambda _: os._exit(17))
     with once.when_free(lease(waiting[0].path), lambda: True) as held:
         assert held and fetched_by_a_child(waiting[0], monkeypatch) == 17
 
 
 def test_what_passed_through_for_another_boot_is_deleted_after_a_day(packs, at):
     url = packs["original"][1]
-    (part,) = arrival.begin(url, ["train"], "input_dir", starts=False)
+    (part,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=False)
     paths = {name: str(Path(part.arrival.path).with_name(f"{name}.state")) for name in ("old", "held", "new")}
     for name, path in paths.items():
         State.make(path, 1)
@@ -678,7 +678,7 @@ def test_a_pack_whose_samples_overlap_has_to_be_published_again(packs, store, at
     shutil.copytree(packs["original"][0], folder := tmp_path / "overlapping")
     with_changes(folder / "train-index.npz", arrays=one_on_the_other)
     url = publish(folder, store, "arriving-overlapping")
-    (part,) = arrival.begin(url, ["train"], "input_dir", starts=False)
+    (part,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=False)
     index, state = packed.local_index(url, "train", "input_dir"), State(part.arrival.path, part.arrival.samples)
     with pytest.raises(UserError, match=f"{url}: in its indexes samples overlap, or a shard has none: publish the pack again"):
         fetcher.Fetcher(url, part.arrival.folder, [index], part.arrival.path, state, SignsOfLife(state))
@@ -690,7 +690,7 @@ def test_what_the_fetcher_waits_for_is_no_wait_of_its_rank(packs, at, monkeypatc
     monkeypatch.setenv(heartbeat.FILES, str(tmp_path / "worker"))
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")  # nobody answers
     monkeypatch.setattr(packed, "local_index", lambda _, split, __: str(packs["original"][0] / f"{split}-index.npz"))
-    arrival.begin(packs["original"][1], ["train"], "input_dir", starts=True)
+    arrival.begin(packs["original"][1], ["train"], "input_dir", starts_fetcher=True)
     said = []
     wait_for(lambda: said.append(capsys.readouterr().out) or "; trying again for " in "".join(said), fetchers[0], "its wait")
     assert pulse.store.text() == ""
@@ -699,8 +699,8 @@ def test_what_the_fetcher_waits_for_is_no_wait_of_its_rank(packs, at, monkeypatc
 def test_soon_after_a_boot_what_is_wanted_is_asked_for_and_what_was_read_is_dropped(waiting, monkeypatch):
     reader, state = waiting
     monkeypatch.setattr(time, "monotonic_ns", lambda: 60 * 10**9)  # a machine that has run for a minute
-    reader.want(np.array([0, 2]))
-    assert state.wanted.tolist() == [60 * 10**9, 0, 60 * 10**9] and state.bell == 60 * 10**9
+    reader.request(np.array([0, 2]))
+    assert state.requested_at.tolist() == [60 * 10**9, 0, 60 * 10**9] and state.bell == 60 * 10**9
     passing = Passing(reader.path, state)
     for number in (0, 1):
         passing.write(number, b"a picture")
@@ -731,7 +731,7 @@ def test_who_takes_over_is_not_killed_by_another_that_stands_by(waiting, monkeyp
     monkeypatch.setattr(process, "_kill_fetcher", lambda pid, _: killed.append(pid))
     holders = iter([7, 8])
     monkeypatch.setattr(State, "holder", property(lambda _: next(holders)))
-    process._FrozenHolder(state, "s3://none/pack").end_it()
+    process._FrozenHolder(state, "s3://none/pack").kill_if_frozen()
     assert killed == [7]
 
 
@@ -750,8 +750,8 @@ def test_indexes_that_describe_a_shard_in_two_ways_are_refused(packs):
 
 def test_what_another_pack_has_left_makes_room_before_it_is_measured(packs, at, monkeypatch):
     url = packs["original"][1]
-    (part,) = arrival.begin(url, ["train"], "input_dir", starts=False)
-    others = Path(growing(part.arrival.folder, "train-000000.tar", "another pack's"))
+    (part,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=False)
+    others = Path(growing_path(part.arrival.folder, "train-000000.tar", "another pack's"))
     others.write_bytes(b"much")
     measured = []
     disk = os.statvfs
@@ -770,8 +770,8 @@ def test_what_another_pack_has_left_makes_room_before_it_is_measured(packs, at, 
 def test_who_has_waited_for_a_sample_of_a_shard_wants_it_no_longer(waiting):
     reader, state = waiting
     state.place[1] = shared.IN_ITS_SHARD
-    state.wanted[1] = shared.NOW
-    assert reader.wait(1) is None and not state.wanted.any()
+    state.requested_at[1] = shared.WAITING
+    assert reader.wait(1) is None and not state.requested_at.any()
 
 
 GIB = 1 << 30
@@ -793,14 +793,14 @@ def test_what_passes_through_is_chosen_by_the_room_of_the_disk(monkeypatch, free
     disk = types.SimpleNamespace(f_bavail=free, f_blocks=2000 * GIB, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda _: disk)
     shards = [Shard(size) for size in missing]
-    most_bytes = choose_what_passes(shards, "folder", 200 * GIB, keeps)
-    assert (most_bytes, [shard.passes for shard in shards]) == expected
+    most_bytes = choose_passing_shards(shards, "folder", 200 * GIB, keeps)
+    assert (most_bytes, [shard.is_passing for shard in shards]) == expected
 
 
 class Shard:
     def __init__(self, size):
         self.size = size
-        self.passes = False
+        self.is_passing = False
 
     def bytes_to_come(self):
         return self.size
@@ -808,11 +808,11 @@ class Shard:
 
 def test_the_half_of_a_shard_for_which_there_is_no_room_any_more_is_deleted(packs, at):
     url = packs["original"][1]
-    (part,) = arrival.begin(url, ["train"], "input_dir", starts=False)
+    (part,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=False)
     state = State(part.arrival.path, part.arrival.samples)
     index = packed.local_index(url, "train", "input_dir")
     fetches = fetcher.Fetcher(url, part.arrival.folder, [index], part.arrival.path, state, SignsOfLife(state))
     half = Path(fetches.shards[0].growing_path)
     half.write_bytes(b"half of it")
-    fetches.run(lambda: False, keeps=False)
+    fetches.run(lambda: False, keeps_shards=False)
     assert not half.exists()

@@ -120,7 +120,7 @@ def test_it_has_the_samples_of_the_tree(packs, files, form):
             assert np.array_equal(getattr(ours, name), getattr(theirs, name))
         assert not ours.special.any() and ours.describe().endswith(f"; in the form {form}")
     some = packed.load(str(packs[form]), "train").pick(np.array([5, 2]))
-    assert some.stored(1) == packed.load(str(packs[form]), "train").stored(2) and len(some) == 2
+    assert some.stored_size(1) == packed.load(str(packs[form]), "train").stored_size(2) and len(some) == 2
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -128,7 +128,9 @@ def test_batches_have_the_same_ids_and_parts_of_the_pictures_in_the_same_order(p
     ours, theirs = packed.load(str(packs[form]), "train"), files("train")
     found = [differences(batches(ours, epoch=epoch), batches(theirs, epoch=epoch)) for epoch in range(3)]
     assert len(found[0]) == 24 and np.mean([of_one for epoch in found for of_one in epoch.values()]) < TOLERANCE[form]
-    few = [epoch[number] for epoch in found for number in epoch if max(ours.stored(number)) == max(ours.whole(number))]
+    few = [
+        epoch[number] for epoch in found for number in epoch if max(ours.stored_size(number)) == max(ours.original_size(number))
+    ]
     assert form != "raw" or (len(few) > 30 and max(few) < 0.1), "nothing is lost of what is no larger than a pack's"
 
 
@@ -187,8 +189,8 @@ def test_any_reader_of_webdataset_finds_pictures_of_the_size_that_the_index_says
                 if kind == "cls" or theirs.names[number] == BROKEN:
                     continue
                 content = shard.extractfile(member).read()
-                picture, whole = Image.open(io.BytesIO(content)), theirs.whole(number)
-                assert content == ours.read(number) and picture.size == ours.stored(number)[::-1]
+                picture, whole = Image.open(io.BytesIO(content)), theirs.original_size(number)
+                assert content == ours.read(number) and picture.size == ours.stored_size(number)[::-1]
                 grey_and_small = form != "raw" and picture.size == whole[::-1] and picture.mode == "L"
                 assert picture.mode == "RGB" or grey_and_small
                 assert (kind, picture.format) == (("ppm", "PPM") if form == "raw" else ("jpg", "JPEG"))
@@ -209,10 +211,14 @@ def test_what_only_pillow_reads_alike_is_read_by_it_once(packs, files):
     assert len(numbers) == 3
     for form in FORMS:
         for number in numbers:
-            window = np.array([0, 0, *theirs.whole(number)])
+            window = np.array([0, 0, *theirs.original_size(number)])
             some, other = (
                 decode.train_picture(
-                    of.content(number), of.special[number], crops.scaled(window, of.whole(number), of.stored(number)), False, 64
+                    of.content(number),
+                    of.special[number],
+                    crops.scaled(window, of.original_size(number), of.stored_size(number)),
+                    False,
+                    64,
                 )
                 for of in (ours[form], theirs)
             )
@@ -222,11 +228,11 @@ def test_what_only_pillow_reads_alike_is_read_by_it_once(packs, files):
 def test_of_pixels_nothing_is_decoded_and_only_some_rows_are_read(packs, monkeypatch):
     ours, read = packed.load(str(packs["raw"]), "train"), []
     expected = batches(ours)
-    from_file = packed._from_file
+    from_file = packed._read_part
     monkeypatch.setattr(
-        packed, "_from_file", lambda path, begin, length, _: read.append(length) or from_file(path, begin, length)
+        packed, "_read_part", lambda path, begin, length, _: read.append(length) or from_file(path, begin, length)
     )
-    for name in ("with_pillow", "_codec"):
+    for name in ("decode_with_pillow", "_codec"):
         monkeypatch.setattr(decode, name, lambda *_: pytest.fail("decoded"))
     for one, other in zip(batches(ours), expected):
         assert all(map(torch.equal, one, other))
@@ -252,7 +258,7 @@ def test_in_mid_epoch_and_in_worker_processes_the_batches_have_the_same_bits(pac
 def test_what_cannot_be_decoded_is_replaced_as_everywhere(packs, files, root, tmp_path, capsys, form):
     ours = packed.load(str(packs[form]), "train")
     number = ours.names.index(BROKEN)
-    assert ours.stored(number) == (0, 0) and ours.read(number) == (root / "train" / BROKEN).read_bytes()
+    assert ours.stored_size(number) == (0, 0) and ours.read(number) == (root / "train" / BROKEN).read_bytes()
     _, labels, ids = joined(batches(ours, train=False))
     assert capsys.readouterr().out.count(f"{BROKEN} cannot be decoded (it was damaged when it was packed)") == 1
     _, theirs, their_ids = joined(batches(files("train"), train=False))
@@ -281,7 +287,7 @@ def test_damage_is_found(packs, tmp_path, capsys, form):
         with open(ours.shard_path(9), "r+b") as shard:
             shard.truncate(int(ours.offset[9]) + 100)
         with pytest.raises(decode.Undecodable):
-            decode.decode(ours.content(9), False, (0, 0, *ours.stored(9)))
+            decode.decode(ours.content(9), False, (0, 0, *ours.stored_size(9)))
 
 
 def test_a_disk_that_fails_while_pixels_are_read_is_not_a_damaged_picture():
@@ -380,7 +386,7 @@ def test_the_pixels_of_real_photographs(real, tmp_path, form):
     ours, found = packed.load(str(tmp_path / "pack"), "train"), []
     for number in range(0, len(ours), 5):
         windows, flips = crops.random_windows(np.array([number]), [ours.widths[number]], [ours.heights[number]], 0, 0)
-        window = crops.scaled(windows[0], ours.whole(number), ours.stored(number))
+        window = crops.scaled(windows[0], ours.original_size(number), ours.stored_size(number))
         mine = decode.train_picture(ours.content(number), False, window, flips[0], 224)
         original = Image.open(real / "train" / ours.names[number]).convert("RGB")
         found.append(difference(mine, reference_crop(original, windows[0], flips[0], 224)))

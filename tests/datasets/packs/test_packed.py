@@ -124,8 +124,8 @@ def test_workers_and_threads_read_the_same(whole, monkeypatch, method):
     """With fewer open shards than there are, so that some are closed while others are read."""
     samples = packed.load(str(whole), "train")
     expected = [samples.read(number) for number in range(len(samples))]
-    packed._opened.cache_clear()
-    monkeypatch.setattr(packed, "_opened", packed.functools.lru_cache(2)(packed._opened.__wrapped__))
+    packed._open_shard.cache_clear()
+    monkeypatch.setattr(packed, "_open_shard", packed.functools.lru_cache(2)(packed._open_shard.__wrapped__))
     found = [[] for _ in range(4)]
 
     def read(into):

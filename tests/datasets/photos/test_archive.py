@@ -98,11 +98,11 @@ def test_where_another_node_was_quicker_its_folder_stays(tmp_path, monkeypatch):
         if not folder.exists():
             with monkeypatch.context() as patch:
                 patch.setattr(socket, "gethostname", lambda: "node-1")
-                untrusted.unpack(str(path), str(folder), archive._place_of, 1 << 20)
+                untrusted.unpack(str(path), str(folder), archive._picture_name, 1 << 20)
             found.append(folder.stat().st_ino)
 
     found = []
-    untrusted.unpack(str(path), str(folder), archive._place_of, 1 << 20, count=other_node)
+    untrusted.unpack(str(path), str(folder), archive._picture_name, 1 << 20, count=other_node)
     assert [folder.stat().st_ino] == found and files_in(folder) == FILES and len(os.listdir(tmp_path)) == 2
 
 
@@ -252,7 +252,7 @@ def test_of_170_damaged_archives_each_is_refused_in_a_line_or_unpacked_below_its
     for _ in range(170):
         path.write_bytes(mutated(ARCHIVES[name], draw))
         try:
-            untrusted.unpack(str(path), str(folder), archive._place_of, 1 << 20)
+            untrusted.unpack(str(path), str(folder), archive._picture_name, 1 << 20)
         except UserError as error:
             refused += 1
             assert str(error).isprintable() and len(str(error)) < 500

@@ -216,7 +216,7 @@ def test_nothing_is_cut_off_where_the_whole_picture_is_asked_for(name):
     expected = torch.from_numpy(np.array(squeezed)).permute(2, 0, 1)
     for found in (
         decode.eval_picture(content, special, 32, decode.WHOLE),
-        decode.eval_picture(content, special, 32, decode.WHOLE, whole=(2 * height, 3 * width)),  # of a pack of smaller ones
+        decode.eval_picture(content, special, 32, decode.WHOLE, original=(2 * height, 3 * width)),  # of a pack of smaller ones
         decode.train_picture(content, special, window, False, 32),
     ):
         assert difference(found, expected) < TOLERANCE
@@ -278,10 +278,11 @@ ODD = {
 
 
 def test_what_a_missing_codec_costs_is_said(monkeypatch):
-    assert not list(decode.slower())
+    assert not list(decode.slow_decoder_hints())
     monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", None)
     assert [
-        line.startswith("photographs are decoded by Pillow, which takes about twice as long") for line in decode.slower()
+        line.startswith("photographs are decoded by Pillow, which takes about twice as long")
+        for line in decode.slow_decoder_hints()
     ] == [True]
     for version, package in (
         ("13.2", "nvimgcodec-cu13 nvidia-nvjpeg "),
@@ -289,9 +290,9 @@ def test_what_a_missing_codec_costs_is_said(monkeypatch):
         (None, "nvimgcodec-cu12 "),
     ):
         monkeypatch.setattr(torch.version, "cuda", version)
-        assert package in next(decode.slower())
+        assert package in next(decode.slow_decoder_hints())
     monkeypatch.setattr(sys, "platform", "darwin")  # there is none for it
-    assert not list(decode.slower())
+    assert not list(decode.slow_decoder_hints())
 
 
 def with_and_without_codec(content, special, monkeypatch):

@@ -92,7 +92,7 @@ def test_every_window_has_the_pixels_of_the_whole_picture(monkeypatch, kind, dec
     if decoder == "Pillow":
         monkeypatch.setattr(decode, "_codec", lambda: None)
     content = KINDS[kind] if kind in KINDS else sampled(SAMPLED[kind])
-    made, whole = tiles.tiled(content), decode.decode(content, False, None)
+    made, whole = tiles.cut_into_tiles(content), decode.decode(content, False, None)
     assert tiles.is_tiled(made) and not tiles.is_tiled(content)
     assert torch.equal(decode.decode(made, False, None), whole), "any reader of JPEG sees the same"
     assert np.array_equal(Image.open(io.BytesIO(made)), Image.open(io.BytesIO(content)))
@@ -126,15 +126,15 @@ def test_the_middle_for_evaluation_does_not_depend_on_what_is_not_decoded(monkey
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", filled)
             patch.setattr(decode, "decode", counted)
-            for form in (content, decode.Tiled(tiles.tiled(content))):
+            for form in (content, decode.Tiled(tiles.cut_into_tiles(content))):
                 assert torch.equal(decode.eval_picture(form, False, size, short, mode=mode), expected)
                 assert torch.equal(decode.eval_picture(form, False, size, short, larger, mode), of_larger)
     assert sum(box is not None for box in decoded) > 80, "mostly a part is enough"
 
 
 def test_of_a_small_window_little_is_decoded():
-    made = tiles.tiled(KINDS["4:2:0"])
-    small, box = tiles.part(made, (70, 140, 130, 200))
+    made = tiles.cut_into_tiles(KINDS["4:2:0"])
+    small, box = tiles.cut_out(made, (70, 140, 130, 200))
     assert len(small) < 0.25 * len(made) and Image.open(io.BytesIO(small)).size == (144, 80)
     assert box == (70 - 64, 140 - 96, 130 - 64, 200 - 96)
 
@@ -153,31 +153,33 @@ def test_of_a_small_window_little_is_decoded():
 )
 def test_what_is_no_whole_picture_of_a_usual_kind_stays_as_it_is(content):
     with pytest.raises(tiles.NotTiled):
-        tiles.tiled(content)
+        tiles.cut_into_tiles(content)
 
 
 def test_a_table_that_would_be_too_long_is_one_of_wider_tiles(monkeypatch):
     content = KINDS["4:2:0"]
-    usual = tiles.PLACES.unpack_from(tiles.tiled(content), tiles.BEGIN)
+    usual = tiles.PLACES.unpack_from(tiles.cut_into_tiles(content), tiles.BEGIN)
     monkeypatch.setattr(tiles, "LONGEST_TABLE", len(tiles.NAME) + tiles.PLACES.size + 4 * 13 + 2 * 13)
-    made = tiles.tiled(content)
+    made = tiles.cut_into_tiles(content)
     assert tiles.PLACES.unpack_from(made, tiles.BEGIN)[4] == 1 < usual[4]
     assert torch.equal(decode.Tiled(made).cut((5, 6, 99, 100)), decode.decode(content, False, (5, 6, 99, 100)))
     monkeypatch.setattr(tiles, "LONGEST_TABLE", 40)
     with pytest.raises(tiles.NotTiled, match="a tile would be too long"):
-        tiles.tiled(content)
+        tiles.cut_into_tiles(content)
 
 
 def test_a_program_that_changes_coefficients_is_not_believed(monkeypatch):
-    transformed = tiles._transformed
+    transformed = tiles._run_jpegtran
     other = jpeg(203, 333, seed=1)
-    monkeypatch.setattr(tiles, "_transformed", lambda content, *how: transformed(other if "-restart" in how else content, *how))
+    monkeypatch.setattr(
+        tiles, "_run_jpegtran", lambda content, *how: transformed(other if "-restart" in how else content, *how)
+    )
     with pytest.raises(tiles.NotTiled, match="its coefficients would not be the same"):
-        tiles.tiled(KINDS["4:2:0"])
+        tiles.cut_into_tiles(KINDS["4:2:0"])
 
 
 def test_damage_is_found_where_it_is_read_and_only_there():
-    made, box = tiles.tiled(KINDS["4:2:0"]), (70, 140, 130, 200)
+    made, box = tiles.cut_into_tiles(KINDS["4:2:0"]), (70, 140, 130, 200)
     whole, data = decode.Tiled(made).cut(box), tiles.PLACES.unpack_from(made, tiles.BEGIN)[2]
     found = []
     for at in range(2, len(made), 7):
@@ -195,7 +197,7 @@ def test_damage_is_found_where_it_is_read_and_only_there():
     "places", [(0, 0, 65535, 65535, 1, 1), (2**31, 2**31, 3, 3, 16, 16), (50, 60, 2, 2, 0, 0), (4, 4, 1, 1, 8, 8)]
 )
 def test_a_table_of_a_stranger_does_no_harm(places):
-    made = tiles.tiled(KINDS["grey"])
+    made = tiles.cut_into_tiles(KINDS["grey"])
     table = tiles.PLACES.pack(0, *places)
     after, rows, columns, data = tiles.BEGIN + tiles.PLACES.size, places[2], places[3], places[1]
     end = after + 4 * rows + 2 * rows * columns
@@ -209,7 +211,7 @@ def test_a_table_of_a_stranger_does_no_harm(places):
 def test_a_picture_that_says_it_is_huge_is_not_decoded(monkeypatch, installed):
     if not installed:
         monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
-    made = bytearray(tiles.tiled(KINDS["grey"]))
+    made = bytearray(tiles.cut_into_tiles(KINDS["grey"]))
     checksum, sof, data, rows, columns, *_ = tiles.PLACES.unpack_from(made, tiles.BEGIN)
     made[sof + 5 : sof + 9] = struct.pack(">HH", 60_000, 60_000)
     table = tiles.PLACES.pack(0, sof, data, rows, columns, 60_000 // rows + 1, 60_000 // columns + 1)

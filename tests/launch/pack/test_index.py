@@ -102,7 +102,7 @@ def test_where_no_name_says_val_a_fifth_is_held_out_and_comes_from_the_same_shar
         f"flowers/{name}" for name in ("train-index.npz", "val-index.npz", *(path.name for path in shards.iterdir()))
     }
     expected = splits.hold_out(tree.load(str(flat), str(tmp_path)), 0)
-    parts = arrival.begin("s3://data/flowers", splits.SPLITS, "input_dir", starts=True)
+    parts = arrival.begin("s3://data/flowers", splits.SPLITS, "input_dir", starts_fetcher=True)
     for part, files in zip(parts, expected):
         assert part.names == files.names and {shard["name"] for shard in part.shards} <= {
             path.name for path in shards.iterdir()
@@ -282,7 +282,7 @@ def test_what_lies_between_two_samples_comes_in_parts(store, reached, tmp_path):
     run("--index", folder)
     for path in folder.iterdir():
         store.client().upload_file(str(path), "data", f"films/{path.name}")
-    part, _ = arrival.begin("s3://data/films", splits.SPLITS, "input_dir", starts=True)
+    part, _ = arrival.begin("s3://data/films", splits.SPLITS, "input_dir", starts_fetcher=True)
     assert [part.read(number) for number in range(len(part))] == [dict(GOOD)[name] for name in part.names]
     shard = Path("input_dir/s3/data/films/a.tar")
     wait_for(shard.exists, None, "the whole shard")
