@@ -111,7 +111,7 @@ def _end_cell(result: Any) -> None:
         else:
             moments.announce("returned", 1)
     finally:
-        STOPS.cease()
+        STOPS.restore_handlers()
         if error is not None:
             files.release()
 

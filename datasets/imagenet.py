@@ -216,7 +216,7 @@ def _find(args: argparse.Namespace) -> tuple[list[Any], bool]:
 def _before(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of the run that is resumed or evaluated; {} if there is none, in a trial, and with --min_nodes."""
     nothing = args.prof or args.find_max_batch or args.min_nodes or (args.evaluate and args.weights)
-    return {} if nothing else restore.settings_before(args, progress.say)
+    return {} if nothing else restore.previous_arguments(args, progress.say)
 
 
 def _settled(

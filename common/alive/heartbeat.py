@@ -37,12 +37,12 @@ STEP_PHASES = ("data", "step")
 QUIET_SECONDS = 60  # so long after the end of a wait, another one for the same thing is logged again
 
 _NAMES = list(PHASES)
-_FORM = struct.Struct("<2q")
+_PROGRESS = struct.Struct("<2q")
 _NUMBER = struct.Struct("<q")
-_SLOTS = {name: _FORM.size + place * _NUMBER.size for place, name in enumerate(("wanted", "offered", "stop", "ended"))}
-_WAIT = struct.Struct("<3d160s")  # when it began, or 0; until when it is no hang, or its end; seconds before; for what
-_WAIT_AT = _FORM.size + len(_SLOTS) * _NUMBER.size
-_SIZE = _WAIT_AT + 2 * _WAIT.size
+_OFFSETS = {name: _PROGRESS.size + index * _NUMBER.size for index, name in enumerate(("wanted", "offered", "stop", "ended"))}
+_WAIT = struct.Struct("<3d160s")  # begin, or 0; when it becomes a hang, or its end; seconds of earlier waits; resource
+_WAIT_OFFSET = _PROGRESS.size + len(_OFFSETS) * _NUMBER.size
+_SIZE = _WAIT_OFFSET + 2 * _WAIT.size
 _single_rank: Optional[str] = None
 _PULSES: dict[Optional[str], "Pulse"] = {}  # {prefix: its memory}; a rank has that which it has made for its watcher
 
@@ -53,59 +53,62 @@ class Pulse:
     def __init__(self, prefix: Optional[str]):
         with open(f"{prefix}.pulse", "r+b") if prefix else contextlib.nullcontext() as file:
             self._memory = mmap.mmap(file.fileno() if file else -1, _SIZE)
-        self.store = Wait(self._memory, _WAIT_AT)  # for a store or a server, reported by the rank's processes (patience.py)
-        self.disk = Wait(self._memory, _WAIT_AT + _WAIT.size)  # reported by the parent or watcher (held.py)
+        self.store = Wait(self._memory, _WAIT_OFFSET)  # for a store or a server, reported by the rank's processes (patience.py)
+        self.disk = Wait(self._memory, _WAIT_OFFSET + _WAIT.size)  # reported by the parent or watcher (held.py)
 
-    def waited(self) -> float:
+    def waited_seconds(self) -> float:
         """Return the seconds of all waits for a store and for a disk so far."""
         return self.store.seconds() + self.disk.seconds()
 
     def set(self, phase: str, steps: int) -> None:
-        _FORM.pack_into(self._memory, 0, _NAMES.index(phase), steps)
+        """Report the phase (of PHASES) and the number of steps done."""
+        _PROGRESS.pack_into(self._memory, 0, _NAMES.index(phase), steps)
 
     def read(self) -> tuple[str, int]:
         """Return (phase, steps done)."""
-        phase, steps = _FORM.unpack_from(self._memory, 0)
+        phase, steps = _PROGRESS.unpack_from(self._memory, 0)
         return _NAMES[phase], steps
 
     # In an elastic job (common/elastic) a worker puts the generation that it waits for ("wanted"), and its parent the newest
     # one ("offered") and the signal on which to stop ("stop"); 0: none.
 
     def put(self, name: str, number: int) -> None:
-        _NUMBER.pack_into(self._memory, _SLOTS[name], number)
+        """Write one of the numbers "wanted", "offered", "stop" and "ended"."""
+        _NUMBER.pack_into(self._memory, _OFFSETS[name], number)
 
     def get(self, name: str) -> int:
-        return _NUMBER.unpack_from(self._memory, _SLOTS[name])[0]
+        """Return the number that put() has written under this name; 0 if there is none."""
+        return _NUMBER.unpack_from(self._memory, _OFFSETS[name])[0]
 
 
 class Wait:
     """A reported wait: for what, since when, and until when it does not count as a hang. Several processes may report it."""
 
-    def __init__(self, memory: mmap.mmap, at: int):
+    def __init__(self, memory: mmap.mmap, offset: int):
         self._memory = memory
-        self._at = at
+        self._offset = offset
 
     def _read(self):
-        return _WAIT.unpack_from(self._memory, self._at)
+        return _WAIT.unpack_from(self._memory, self._offset)
 
-    def report_begin(self, what: str, since: float, until: float) -> bool:
-        """Report a wait that is a hang after `until`. Return whether to log it: not if it goes on, or recurs too soon."""
+    def report_begin(self, resource: str, since: float, until: float) -> bool:
+        """Report a wait for `resource`, a hang after `until`. Return whether to log it: not if known or too soon."""
         now = time.monotonic()
-        name = what.encode()[:160].ljust(160, b"\0")
-        began, over, before, known = self._read()
-        if began and (over < now or name != known):  # an earlier wait, whose end was not reported
-            before = before + min(over, now) - began
+        name = resource.encode()[:160].ljust(160, b"\0")
+        began, stored_until, earlier_seconds, stored_name = self._read()
+        if began and (stored_until < now or name != stored_name):  # an earlier wait, whose end was not reported
+            earlier_seconds = earlier_seconds + min(stored_until, now) - began
             began = 0.0
-        _WAIT.pack_into(self._memory, self._at, began or max(since, min(over, now)), until, before, name)
-        return name != known or now - over > QUIET_SECONDS
+        _WAIT.pack_into(self._memory, self._offset, began or max(since, min(stored_until, now)), until, earlier_seconds, name)
+        return name != stored_name or now - stored_until > QUIET_SECONDS
 
-    def report_end(self, what: str) -> float:
-        """Report that the wait for `what` is over, and return its seconds; 0.0 if there is none, or its end was reported."""
-        began, over, before, name = self._read()
-        if not began or name.rstrip(b"\0") != what.encode()[:160]:
+    def report_end(self, resource: str) -> float:
+        """Report that the wait for `resource` is over; return its seconds, or 0.0 if there is no such wait."""
+        began, until, earlier_seconds, name = self._read()
+        if not began or name.rstrip(b"\0") != resource.encode()[:160]:
             return 0.0
         now = time.monotonic()
-        _WAIT.pack_into(self._memory, self._at, 0.0, now, before + min(over, now) - began, name)
+        _WAIT.pack_into(self._memory, self._offset, 0.0, now, earlier_seconds + min(until, now) - began, name)
         return now - began
 
     def lasts(self) -> bool:
@@ -114,18 +117,19 @@ class Wait:
         return bool(began) and time.monotonic() <= until
 
     def text(self) -> str:
-        """Return "WHAT for N s"; empty while there is no wait."""
+        """Return "RESOURCE for N s"; empty while there is no wait."""
         began, _, _, name = self._read()
-        what = name.rstrip(b"\0").decode(errors="replace")
-        return f"{what} for {time.monotonic() - began:.0f} s" if began else ""
+        resource = name.rstrip(b"\0").decode(errors="replace")
+        return f"{resource} for {time.monotonic() - began:.0f} s" if began else ""
 
     def seconds(self) -> float:
         """Return the seconds of all waits so far, without those in which a wait counted as a hang."""
-        began, until, before, _ = self._read()
-        return before + (min(time.monotonic(), until) - began if began else 0.0)
+        began, until, earlier_seconds, _ = self._read()
+        return earlier_seconds + (min(time.monotonic(), until) - began if began else 0.0)
 
 
 def create(prefix: str) -> Pulse:
+    """Create the file PREFIX.pulse, the shared memory of a rank, and return its Pulse."""
     Path(f"{prefix}.pulse").write_bytes(bytes(_SIZE))
     _PULSES[prefix] = Pulse(prefix)
     return _PULSES[prefix]
@@ -133,7 +137,7 @@ def create(prefix: str) -> Pulse:
 
 def of_this_process() -> Pulse:
     """Return the Pulse of this process's rank: its status, in memory that forked loader processes share."""
-    prefix = _files()
+    prefix = _prefix()
     return _PULSES.get(prefix) or _PULSES.setdefault(prefix, Pulse(prefix))
 
 
@@ -143,11 +147,13 @@ def set_files_of_single_rank(prefix: str) -> None:
     _single_rank = prefix
 
 
-def _files():
+def _prefix():
+    """Return the prefix of the names of this rank's files; None without a parent or a watcher."""
     return os.environ.get(FILES) or _single_rank
 
 
 def has_parent() -> bool:
+    """Whether this process was started by the parent process of its node."""
     return PARENT in os.environ
 
 
@@ -158,24 +164,32 @@ def has_watcher() -> bool:
 
 def write_stacks() -> None:
     """Let faulthandler write the stacks to a file on SIGUSR2, and to another one at a crash unless it is enabled already."""
-    prefix = _files()
+    prefix = _prefix()
     faulthandler.register(signal.SIGUSR2, file=open(f"{prefix}.stack", "w"))  # noqa: SIM115
     if not faulthandler.is_enabled():
         faulthandler.enable(file=open(f"{prefix}.crash", "w"))  # noqa: SIM115
 
 
-def crash(prefix: str) -> str:
-    """Return the stack that a worker wrote at its crash, with a line end, or an empty text. `prefix`: of its files' names."""
+def crash_stack(prefix: str) -> str:
+    """Return the stack that a worker wrote at its crash, ending with a newline; empty if there is none.
+
+    `prefix`: of the names of the worker's files.
+    """
     with contextlib.suppress(OSError):
         text = Path(f"{prefix}.crash").read_text()
-        return text + "\n" * (text[-1:] not in ("", "\n"))  # a second crash may cut off the text of the first
+        if text and not text.endswith("\n"):  # a second crash may cut off the text of the first
+            text += "\n"
+        return text
     return ""
 
 
 def report_end(code: object) -> None:
     """Tell the watcher, if there is one, with which exit code this process ends, in "ended": 1 + the code."""
-    if not has_parent() and _files():
-        of_this_process().put("ended", 1 + (code if isinstance(code, int) else int(code is not None)) % 256)
+    if has_parent() or not _prefix():
+        return
+    if not isinstance(code, int):
+        code = 0 if code is None else 1
+    of_this_process().put("ended", 1 + code % 256)
 
 
 def report_fault(text: str, code: int, victim: bool) -> None:

@@ -12,21 +12,21 @@ DISK = "a disk or a mount"
 FUSE = "request_wait_answer"  # the kernel function that waits for the daemon of a FUSE mount: in state S, not D
 
 
-class Held:
-    """The threads of a rank and of its child processes that the kernel blocks, and since when."""
+class BlockedThreads:
+    """The threads of a rank and its child processes that the kernel blocks, and since when each is."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[int, str], float] = {}  # {a wait, as waits_of() yields it: when it was first seen}
-        self._looked = 0.0
+        self._last_look = 0.0
 
     def look(self, pid: int) -> Optional[float]:
         """Return since which time.monotonic() a thread is blocked; None if not longer than least_seconds(). To be polled."""
         now = time.monotonic()
-        if now - self._looked > 2 * least_seconds():  # not called in between: count from now on
+        if now - self._last_look > 2 * least_seconds():  # not called in between: count from now on
             self._since = {}
-        if now - self._looked >= least_seconds() / 5:  # not at every call: there may be hundreds of threads
+        if now - self._last_look >= least_seconds() / 5:  # not at every call: there may be hundreds of threads
             self._since = {wait: self._since.get(wait, now) for wait in waits_of(pid)}
-            self._looked = now
+            self._last_look = now
         since = min(self._since.values(), default=now)
         return since if now - since > least_seconds() else None
 
@@ -41,17 +41,17 @@ def waits_of(pid: int) -> Iterator[tuple[int, str]]:
     for process in [pid, *children(pid)]:
         for thread in threads(process):
             with contextlib.suppress(OSError, IndexError):  # the thread has ended
-                place = f"/proc/{process}/task/{thread}"
-                if state(place) == "D" or _read(f"{place}/wchan") == FUSE:
-                    yield thread, _read(f"{place}/status").partition("\nvoluntary_ctxt_switches:")[2].split()[0]
+                folder = f"/proc/{process}/task/{thread}"
+                if state(folder) == "D" or _read(f"{folder}/wchan") == FUSE:
+                    yield thread, _read(f"{folder}/status").partition("\nvoluntary_ctxt_switches:")[2].split()[0]
 
 
 def children(pid: int) -> Iterator[int]:
-    """Yield its child processes, without those that have a session of their own: training does not wait for them alone."""
+    """Yield the child processes of `pid` in its session; training does not wait for those in another one."""
     for thread in threads(pid):
         with contextlib.suppress(OSError):
-            found = map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
-            yield from (child for child in found if _session(child) == os.getsid(pid))
+            child_pids = map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+            yield from (child for child in child_pids if _session(child) == os.getsid(pid))
 
 
 def _session(pid: int) -> Optional[int]:
@@ -61,14 +61,15 @@ def _session(pid: int) -> Optional[int]:
 
 
 def threads(pid: int) -> list[int]:
+    """Return the ids of the threads of a process; [] if it has ended."""
     with contextlib.suppress(OSError):
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     return []
 
 
-def state(place: str) -> str:
-    """Return the letter of the state of a process or thread, such as D or T. `place`: its folder below /proc."""
-    return _read(f"{place}/stat").rpartition(")")[2].split()[0]
+def state(folder: str) -> str:
+    """Return the letter of the state of a process or thread, such as D or T. `folder`: its folder below /proc."""
+    return _read(f"{folder}/stat").rpartition(")")[2].split()[0]
 
 
 def _read(path: str) -> str:

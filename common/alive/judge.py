@@ -10,7 +10,7 @@ from typing import Optional, TypedDict
 
 from common.alive import heartbeat, patience
 from common.alive.wire.channel import SILENCE_SECONDS
-from common.alive.worker import Fault, Status, cause, where
+from common.alive.worker import Fault, Status, cause, describe_progress
 
 CASCADE_SECONDS = SILENCE_SECONDS + 0.7  # how long a cause may take to appear after its victim
 STALL_STEPS = 10  # a step may take this many times the median step
@@ -28,19 +28,24 @@ class Summary(TypedDict):
 
 
 class Judge:
+    """Keeps the reports and summaries of all nodes, and decides which worker or node is to blame."""
+
     def __init__(self, ranks: int):
         """`ranks`: of the job. A single one is the victim of no other, so that it is named at once."""
-        self._seconds = CASCADE_SECONDS if ranks > 1 else 0.0
+        self._cascade_seconds = CASCADE_SECONDS if ranks > 1 else 0.0
         self._summaries: dict[int, Summary] = {}
         self._reports: list[tuple[float, Fault]] = []
 
     def note(self, node: int, summary: Summary) -> None:
+        """Keep the latest summary of a node, for the search for a hang."""
         self._summaries[node] = summary
 
     def forget(self, node: int) -> None:
+        """Drop the summary of a node that is lost."""
         self._summaries.pop(node, None)
 
     def accuse(self, report: Fault) -> None:
+        """Note what has happened to a worker or a node, and when it was reported."""
         self._reports.append((time.monotonic(), report))
 
     def verdict(self, stalls: bool) -> Optional[Fault]:
@@ -50,18 +55,19 @@ class Judge:
             return causes[0]
         if self._reports:
             since, victim = self._reports[0]
-            return victim if time.monotonic() - since > self._seconds else None
-        status = stalled(self._summaries.values()) if stalls else None
+            return victim if time.monotonic() - since > self._cascade_seconds else None
+        status = find_stalled(self._summaries.values()) if stalls else None
         if not status:
             return None
-        return {**cause(f"rank {status['rank']} has made no progress {where(status)}"), "stack_of": status["rank"]}
+        return {**cause(f"rank {status['rank']} has made no progress {describe_progress(status)}"), "stack_of": status["rank"]}
 
 
 def summarize(statuses: list[Status]) -> Summary:
+    """Return the Summary of the statuses of all workers of a node, of which there must be one."""
     training = [status for status in statuses if status["phase"] in heartbeat.STEP_PHASES]
-    others = [status for status in statuses if status not in training]
+    in_other_phases = [status for status in statuses if status not in training]
     return {
-        "late": next((status for status in others if status["idle"] > _limit(status["phase"])), None),
+        "late": next((status for status in in_other_phases if status["idle"] > _limit(status["phase"])), None),
         "last": min(training, key=_progress, default=None),
         "idle": min(status["idle"] for status in statuses),
         "median": max(status["median"] for status in statuses),
@@ -72,22 +78,22 @@ def summarize(statuses: list[Status]) -> Summary:
 
 def _limit(phase: str) -> float:
     """Return how many seconds a phase may last without progress. A --patience below the default shortens only training."""
-    times = patience.limit() / patience.DEFAULT
-    return heartbeat.PHASES[phase] * (times if phase in heartbeat.STEP_PHASES else max(1.0, times))
+    factor = patience.limit() / patience.DEFAULT
+    return heartbeat.PHASES[phase] * (factor if phase in heartbeat.STEP_PHASES else max(1.0, factor))
 
 
 def _progress(status: Status) -> tuple[int, int, int]:
     return status["steps"], heartbeat.STEP_PHASES.index(status["phase"]), status["rank"]
 
 
-def stalled(summaries: Collection[Summary]) -> Optional[Status]:
+def find_stalled(summaries: Collection[Summary]) -> Optional[Status]:
     """Return the status of a worker that hangs (in training, the furthest behind); None also if one waits for store or disk."""
-    if any(node["waiting"] for node in summaries):  # a rank waits for a store or a disk, and the others for that rank
+    if any(summary["waiting"] for summary in summaries):  # a rank waits for a store or a disk, and the others for that rank
         return None
-    late = next((node["late"] for node in summaries if node["late"]), None)
-    if late or not summaries or not all(node["training"] for node in summaries):
+    late = next((summary["late"] for summary in summaries if summary["late"]), None)
+    if late or not summaries or not all(summary["training"] for summary in summaries):
         return late  # in other phases the others wait for this rank, up to the limit of its phase
-    limit = max(_limit("step"), STALL_STEPS * max(node["median"] for node in summaries))
-    if min(node["idle"] for node in summaries) <= limit:
+    limit = max(_limit("step"), STALL_STEPS * max(summary["median"] for summary in summaries))
+    if min(summary["idle"] for summary in summaries) <= limit:
         return None
-    return min((node["last"] for node in summaries if node["last"]), key=_progress)
+    return min((summary["last"] for summary in summaries if summary["last"]), key=_progress)

@@ -13,32 +13,34 @@ from common.alive.wire.channel import SILENCE_SECONDS, Connection, Message
 from common.alive.wire.hub import Hub
 from common.alive.worker import Fault, Worker, cause
 
-OWN = -1  # this node itself, among the numbers of the other nodes
+THIS_NODE = -1  # this node itself, among the numbers of the other nodes
 
 
 class Policy(Protocol):
+    """What the loop asks of a parent or a watcher, which decides what to do."""
+
     def hear(self, node: int, message: Message, /) -> None:
         """Take a message that the loop does not know."""
         ...
 
-    def lost(self, node: int, silent: bool, how: str, /) -> None:
-        """Go on without a node that is lost, or do not. `silent`: it may still run; `how`: what is known, for the log."""
+    def handle_loss(self, node: int, is_silent: bool, description: str, /) -> None:
+        """Handle the loss of a node. `is_silent`: it may still run; `description`: what is known, for the log."""
         ...
 
     def look_at(self, worker: Worker) -> None:
         """React to the state of a worker here: report its fault by Loop.report(), or drop it from Loop.workers."""
         ...
 
-    def own_finished(self) -> bool:
+    def workers_finished(self) -> bool:
         """Whether all workers here have finished the run."""
         ...
 
-    def others_finished(self) -> bool:
+    def other_nodes_finished(self) -> bool:
         """Whether all other nodes have said that their workers have. Asked on node 0."""
         ...
 
-    def tell(self, beat: bool, /) -> None:
-        """Tell the other nodes what the loop does not. `beat`: whether a beat was due in this turn."""
+    def tell(self, is_beat: bool, /) -> None:
+        """Tell the other nodes what the loop does not. `is_beat`: whether a beat was due in this turn."""
         ...
 
     def find_cause(self, stalls: bool) -> Optional[Fault]:
@@ -51,11 +53,13 @@ class Policy(Protocol):
 
 
 class Loop:
-    def __init__(self, nodes: int, ranks: int, home: str):
-        """`nodes`, `ranks`: how many there are in the job; `home`: the node or host of the workers here, for the log."""
+    """The turns of a parent or watcher: its connections, its workers, and what node 0 has decided."""
+
+    def __init__(self, nodes: int, ranks: int, location: str):
+        """`nodes`, `ranks`: how many there are in the job; `location`: the node or host, for the log."""
         self.nodes = nodes
         self.ranks = ranks
-        self.home = home
+        self.location = location
         self.hub: Optional[Hub] = None  # on node 0: the connections to the other nodes
         self.connection: Optional[Connection] = None  # on every other node: the connection to node 0
         self.workers: list[Worker] = []
@@ -63,7 +67,7 @@ class Loop:
         self.judge = Judge(ranks)  # asked on node 0
         self.stop_signal: Optional[int] = None  # on which the job stops
         self.verdict: Optional[Fault] = None  # what node 0 has decided
-        self.since = time.time()  # the time.time() at which the workers were started
+        self.start_time = time.time()  # the time.time() at which the workers were started
         self.beat_seconds = channel.beat_seconds(nodes)
 
     def run(self, policy: Policy) -> int:
@@ -76,13 +80,13 @@ class Loop:
                 worker.look()
                 policy.look_at(worker)
             now = time.monotonic()
-            beat = now - last_beat >= self.beat_seconds
-            if beat:
+            is_beat_due = now - last_beat >= self.beat_seconds
+            if is_beat_due:
                 last_beat = now
                 self._beat(policy)
-            policy.tell(beat)
+            policy.tell(is_beat_due)
             if not self.connection:
-                self._decide(policy.find_cause(stalls=beat))
+                self._decide(policy.find_cause(stalls=is_beat_due))
             code = policy.end_turn()
             if code is not None:
                 return code
@@ -95,13 +99,14 @@ class Loop:
 
     def messages(self) -> list[tuple]:
         """Wait up to 0.1 s for messages; return a list of (node, message). A message of None means that the node is lost."""
-        others = self.hub or self.connection
-        if others:
-            return others.poll(0.1)
+        connections = self.hub or self.connection
+        if connections:
+            return connections.poll(0.1)
         time.sleep(0.05)
         return []
 
     def _hear(self, node: int, message: Optional[Message], policy: Policy) -> None:
+        """Handle a message of a node, or its loss (None). The policy gets what the loop does not know."""
         if message is None:
             self._lose(node, policy)
         elif "status" in message:
@@ -119,26 +124,27 @@ class Loop:
 
     def _lose(self, node: int, policy: Policy) -> None:
         connection = self.hub.connections[node] if self.hub else self.connection
-        seconds = time.monotonic() - connection.heard if connection else 0.0
-        silent = seconds > SILENCE_SECONDS
-        how = f"has been silent for {seconds:.0f} s (machine or network)" if silent else "is lost"
-        policy.lost(node, silent, how)
+        seconds = time.monotonic() - connection.last_received if connection else 0.0
+        is_silent = seconds > SILENCE_SECONDS
+        description = f"has been silent for {seconds:.0f} s (machine or network)" if is_silent else "is lost"
+        policy.handle_loss(node, is_silent, description)
 
     def _beat(self, policy: Policy) -> None:
+        """Report how the workers here are; node 0 notes it, and tells all nodes when all have finished."""
         if not self.workers:
             return
-        mine = summarize([worker.status() for worker in self.workers])
+        summary = summarize([worker.status() for worker in self.workers])
         if self.connection:
-            self.connection.tell(status=mine)
-            if policy.own_finished():
+            self.connection.tell(status=summary)
+            if policy.workers_finished():
                 self.connection.tell(finished=True)
             return
-        self.judge.note(OWN, mine)
+        self.judge.note(THIS_NODE, summary)
         if self.hub:
             self.hub.send(beat=True)
-            if policy.own_finished() and policy.others_finished():
+            if policy.workers_finished() and policy.other_nodes_finished():
                 self.hub.send(end=True)
-                self.finished.add(OWN)
+                self.finished.add(THIS_NODE)
 
     def _decide(self, verdict: Optional[Fault]) -> None:
         self.verdict = self.verdict or verdict
@@ -151,7 +157,7 @@ class Loop:
         """Unless the job stops, tell node 0 once of a worker that has failed or is in state T."""
         if worker.reported or self.stop_signal:
             return
-        fault = worker.fault(self.home)
+        fault = worker.fault(self.location)
         if fault is None:
             return
         worker.reported = True
@@ -173,6 +179,6 @@ class Loop:
         else:
             self.verdict = fault
 
-    def line(self, verdict: Fault) -> str:
+    def log_line(self, verdict: Fault) -> str:
         """Return the line for the log about the verdict."""
         return f"{verdict['text']}; stopping all {self.ranks} ranks" if self.ranks > 1 else verdict["text"]

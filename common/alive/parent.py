@@ -15,6 +15,8 @@ from common.errors import STOP_SIGNALS, TrainingFailed, UserError
 
 
 class Parent:
+    """The policy of the parent of a node (loop.py): if a worker or a node is lost, all workers end."""
+
     def __init__(self, supervisor: Supervisor):
         self._supervisor = supervisor
         self._loop = supervisor.loop
@@ -27,27 +29,27 @@ class Parent:
         while True:
             code = supervisor.train(go, self)
             if code != AGAIN:
-                supervisor.part()
+                supervisor.disconnect()
                 return code
             go = self._meet_again()
 
     def _meet(self) -> channel.Go:
         """Wait for the other nodes, and return the start message of node 0."""
         supervisor = self._supervisor
-        here = supervisor.here
-        if here.node_rank:
+        world = supervisor.world
+        if world.node_rank:
             self._loop.connection, go = channel.join(
-                here.master_addr, here.master_port, supervisor.hello, supervisor.join_seconds, supervisor.say, supervisor.key
+                world.master_addr, world.master_port, supervisor.hello, supervisor.join_seconds, supervisor.say, supervisor.key
             )
             return go
-        if here.num_nodes > 1:
+        if world.num_nodes > 1:
             supervisor.warn_if_unprotected()
-            others = hub.Hub(hub.listen(here.master_port), supervisor.hello, supervisor.say, supervisor.key)
-            self._loop.hub = others  # also if not all come: the doctor shows what the others have found
+            new_hub = hub.Hub(hub.listen(world.master_port), supervisor.hello, supervisor.say, supervisor.key)
+            self._loop.hub = new_hub  # set even if a node is missing: the doctor shows the findings of those that have joined
             try:
-                others.meet(supervisor.join_seconds)
+                new_hub.meet(supervisor.join_seconds)
             except UserError:
-                others.close()
+                new_hub.close()
                 raise
         return supervisor.send_go()
 
@@ -82,6 +84,7 @@ class Parent:
     # --- The policy (loop.py) ---
 
     def on_signal(self, number: int, _frame: object) -> None:
+        """Handle a stop signal: let the workers save and stop, or exit at once if there are none yet."""
         if not self._loop.workers:  # still waiting for the other nodes: there is nothing to save
             sys.exit(STOP_SIGNALS[signal.Signals(number)])
         self._stop(number)
@@ -94,18 +97,19 @@ class Parent:
         if "stop" in message:
             self._stop(message["stop"])
 
-    def lost(self, node: int, _silent: bool, how: str) -> None:
-        self._loop.blame(node, f"{self._supervisor.name_of(node)} {how}")
+    def handle_loss(self, node: int, _silent: bool, description: str) -> None:
+        self._loop.blame(node, f"{self._supervisor.name_of(node)} {description}")
 
     def look_at(self, worker: Worker) -> None:
+        """Report the fault of a worker. If a signal has stopped it, stop the job on SIGTERM."""
         if worker.was_stopped() and not worker.reported:  # by a signal that this process has not received
             self._stop(signal.SIGTERM)
         self._loop.report(worker)
 
-    def own_finished(self) -> bool:
-        return self._supervisor.own_finished()
+    def workers_finished(self) -> bool:
+        return self._supervisor.workers_finished()
 
-    def others_finished(self) -> bool:
+    def other_nodes_finished(self) -> bool:
         return len(self._loop.finished) == self._loop.nodes - 1
 
     def tell(self, _beat: bool) -> None:
@@ -120,5 +124,5 @@ class Parent:
             return self._supervisor.carry_out(loop.verdict)
         if loop.stop_signal:
             return self._supervisor.continue_stop()
-        all_finished = len(loop.finished) == loop.nodes if loop.nodes > 1 else self.own_finished()
+        all_finished = len(loop.finished) == loop.nodes if loop.nodes > 1 else self.workers_finished()
         return 0 if all_finished else None

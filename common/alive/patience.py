@@ -21,10 +21,12 @@ Say = Callable[[str], object]  # prints a line of the log
 
 
 def use(seconds: float) -> None:
+    """Set the time limit of this process and of those that it starts."""
     os.environ[VARIABLE] = str(seconds)
 
 
 def limit() -> float:
+    """Return the seconds of --patience; 300 in a program without this option."""
     return float(os.environ.get(VARIABLE) or DEFAULT)
 
 
@@ -37,39 +39,40 @@ class Patience:
         self._wait = heartbeat.of_this_process().store
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._since = 0.0
+        self._first_failure = 0.0
         self._failures = 0
 
-    def set_limit(self, seconds: float, in_the_way: bool) -> None:
-        """Set another limit, also for attempts under way. `in_the_way`: training waits for them, so the watcher must know."""
+    def set_limit(self, seconds: float, blocks_training: bool) -> None:
+        """Set another limit, also for attempts under way. `blocks_training`: whether training waits for them."""
         self.seconds = seconds
-        self._wait = (heartbeat.of_this_process() if in_the_way else heartbeat.Pulse(None)).store
+        self._wait = (heartbeat.of_this_process() if blocks_training else heartbeat.Pulse(None)).store
 
-    def succeeded(self, what: str = "", say: Say = print) -> None:
-        """Note a success, which ends a row of failures. If there was a wait for `what`, end it, and `say` so if it was long."""
-        self._since = 0.0
+    def succeeded(self, resource: str = "", say: Say = print) -> None:
+        """Note a success, which ends a row of failures. If there was a wait for `resource`, end it; `say` so if long."""
+        self._first_failure = 0.0
         self._failures = 0
-        if what and (waited := self._wait.report_end(what)) > WORTH_A_LINE:
-            say(f"warning: {what} has answered after {waited:.0f} s")
+        if resource and (waited := self._wait.report_end(resource)) > WORTH_A_LINE:
+            say(f"warning: {resource} has answered after {waited:.0f} s")
 
-    def failed(self, what: str, began: float) -> bool:
+    def failed(self, resource: str, began: float) -> bool:
         """Note a failed attempt that began at `began`, by time.monotonic(); return whether to make no more attempts."""
         with self._lock:
-            self._since = self._since or began
-            over = self._stop.is_set() or time.monotonic() - self._since > self.seconds
-        if over:
-            self._wait.report_end(what)
-        return over
+            self._first_failure = self._first_failure or began
+            is_over = self._stop.is_set() or time.monotonic() - self._first_failure > self.seconds
+        if is_over:
+            self._wait.report_end(resource)
+        return is_over
 
-    def pause(self, what: str, say: Say, line: str) -> None:
-        """Sleep before the next attempt, up to 8 s at random, less at first. `say` logs `line` at most once for a wait."""
+    def pause(self, resource: str, say: Say, message: str) -> None:
+        """Sleep before the next attempt, up to 8 s at random, less at first. `say` logs `message` at most once for a wait."""
         with self._lock:
             self._failures += 1
-            until = self._since + self.seconds
-            most = min(LONGEST_PAUSE, 0.1 * 2 ** min(self._failures, 10), max(0.05, until - time.monotonic()))
-            if self._wait.report_begin(what, self._since, until):
-                say(f"warning: {line}; trying again for {self.seconds:g} s{' (--patience)' * self.has_option}")
-        self._stop.wait(random.uniform(0.05, most))
+            until = self._first_failure + self.seconds
+            max_pause = min(LONGEST_PAUSE, 0.1 * 2 ** min(self._failures, 10), max(0.05, until - time.monotonic()))
+            if self._wait.report_begin(resource, self._first_failure, until):
+                option = " (--patience)" if self.has_option else ""
+                say(f"warning: {message}; trying again for {self.seconds:g} s{option}")
+        self._stop.wait(random.uniform(0.05, max_pause))
 
     @property
     def has_option(self) -> bool:

@@ -15,7 +15,6 @@ import sys
 import time
 from typing import Any, Optional, Protocol
 
-from common import world
 from common.alive import heartbeat
 from common.alive.loop import Loop, Policy
 from common.alive.wire import secret
@@ -24,7 +23,7 @@ from common.alive.worker import Fault, Worker
 from common.errors import STOP_SIGNALS, one_line, report_failure
 from common.files import scratch_folder
 from common.machine import cores
-from common.world import World, naming, network
+from common.world import PLATFORM, World, naming, network
 
 KILLED_SECONDS = 10  # how long killed workers may take to end; a worker that the kernel blocks does not end
 AGAIN = -1  # what train() returns in place of an exit code, if the workers are to be started again
@@ -38,31 +37,36 @@ class NodePolicy(Policy, Protocol):
 
 
 class Supervisor:
-    def __init__(self, here: World, max_restarts: int, join_seconds: float, alike: dict[str, Any]):
+    """The workers of a node and what their parent knows: who it is, its loop, its connections."""
+
+    def __init__(self, world: World, max_restarts: int, join_seconds: float, alike: dict[str, Any]):
         host = socket.gethostname()
-        self.here = here
-        self.loop = Loop(here.num_nodes, here.world_size, f"node {here.node_rank}, host {host}")
+        self.world = world
+        self.loop = Loop(world.num_nodes, world.world_size, f"node {world.node_rank}, host {host}")
         self.max_restarts = max_restarts
         self.join_seconds = join_seconds
         self.key = secret.of_this_job()
         self.hello: dict[str, Any] = {
-            "app": "anyrank", "job": here.job_id, "host": host, "node": here.node_rank, "nodes": here.num_nodes,
-            "workers": here.local_world_size, "alike": {"workers per node": here.local_world_size, **alike},
+            "app": "anyrank", "job": world.job_id, "host": host, "node": world.node_rank, "nodes": world.num_nodes,
+            "workers": world.local_world_size, "alike": {"workers per node": world.local_world_size, **alike},
         }  # fmt: skip
         self.attempt = 0  # how often the workers were started again
         self.writer = 0  # the rank that saves
-        self.for_workers: dict[str, str] = {}  # further variables of their environment
+        self.extra_variables: dict[str, str] = {}  # further variables of their environment
         self._stop_began: Optional[float] = None
 
     def name_of(self, node: int) -> str:
-        return naming.describe_nodes([node], self.here.local_world_size)
+        """Return the name of a node and its ranks, for the log."""
+        return naming.describe_nodes([node], self.world.local_world_size)
 
     def say(self, text: str) -> None:
-        print(f"node {self.here.node_rank}: {one_line(text)}", flush=True)
+        """Print a line of the log, with the number of this node."""
+        print(f"node {self.world.node_rank}: {one_line(text)}", flush=True)
 
     def warn_if_unprotected(self) -> None:
+        """Log a warning if the job has no secret, so that anybody who reaches the port can join."""
         if not self.key:
-            self.say(secret.UNPROTECTED.format(port=self.here.master_port))
+            self.say(secret.UNPROTECTED.format(port=self.world.master_port))
 
     def prepare(self, policy: NodePolicy) -> None:
         """Do what may be slow or must come first, before the nodes meet and expect beats of each other."""
@@ -89,52 +93,57 @@ class Supervisor:
             hub.send(go=go)
         return go
 
-    def part(self) -> None:
+    def disconnect(self) -> None:
         """Close the connections to the other nodes."""
-        for others in (self.loop.hub, self.loop.connection):
-            if others:
-                others.close()
+        for connections in (self.loop.hub, self.loop.connection):
+            if connections:
+                connections.close()
 
     # --- The workers ---
 
     def _start_workers(self, go: Go, folder: str) -> None:
+        """Start a process for each rank of this node, with its files and logs in `folder`."""
         from torch.distributed.elastic.multiprocessing import SignalException
 
-        here = self.here
+        world = self.world
         shared = self._variables_of_workers(go)
         environments = {}
         workers = []
-        for index in range(here.local_world_size):
-            worker = Worker(here.rank + index, os.path.join(folder, f"worker-{index}"))
+        for index in range(world.local_world_size):
+            worker = Worker(world.rank + index, os.path.join(folder, f"worker-{index}"))
             workers.append(worker)
-            ranks = {"RANK": str(worker.rank), "LOCAL_RANK": str(here.local_rank + index)}
-            environments[index] = {**shared, **ranks, heartbeat.FILES: worker.files, heartbeat.PARENT: str(os.getpid())}
+            ranks = {"RANK": str(worker.rank), "LOCAL_RANK": str(world.local_rank + index)}
+            environments[index] = {**shared, **ranks, heartbeat.FILES: worker.file_prefix, heartbeat.PARENT: str(os.getpid())}
         self.loop.workers = workers
-        self.loop.since = time.time()
+        self.loop.start_time = time.time()
         arguments = dict.fromkeys(environments, ("-u", *sys.argv))
-        ranks = f"rank {here.rank}" if len(workers) == 1 else f"ranks {here.rank} to {here.rank + len(workers) - 1}"
-        self.say(f"starting {ranks} of {here.world_size} ({here.platform}: {here.rule})")
+        text = f"rank {world.rank}"
+        if len(workers) > 1:
+            text = f"ranks {world.rank} to {world.rank + len(workers) - 1}"
+        self.say(f"starting {text} of {world.world_size} ({world.platform}: {world.rule})")
         handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)}
         try:
-            started = start_by_torch(arguments, environments, folder)
+            processes = start_by_torch(arguments, environments, folder)
             for number, handler in handlers.items():  # the launcher has replaced them
                 signal.signal(number, handler)
         except SignalException as stop:  # nothing has been trained yet, and the workers die with their parent
             sys.exit(STOP_SIGNALS.get(stop.sigval, 128 + stop.sigval))
         for index, worker in enumerate(workers):
-            worker.process = started.subprocess_handlers[index].proc
+            worker.process = processes.subprocess_handlers[index].proc
 
     def _variables_of_workers(self, go: Go) -> dict[str, str]:
-        here = self.here
-        threads = max(1, cores.count() // here.local_world_size)
+        """Return the environment variables that all workers of this node get, as torchrun names them."""
+        world = self.world
+        threads = max(1, cores.count() // world.local_world_size)
         return {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads),
-            "MASTER_ADDR": go["address"], "MASTER_PORT": str(go["port"]), "WORLD_SIZE": str(here.world_size),
-            "LOCAL_WORLD_SIZE": str(here.local_world_size), "GROUP_RANK": str(here.node_rank), "NODE_RANK": str(here.node_rank),
-            "TORCHELASTIC_RUN_ID": here.job_id or "anyrank", world.PLATFORM: f"{here.platform}: {here.rule}",
-            "TORCHELASTIC_RESTART_COUNT": str(here.restart_count + go["attempt"]),
+            "MASTER_ADDR": go["address"], "MASTER_PORT": str(go["port"]), "WORLD_SIZE": str(world.world_size),
+            "LOCAL_WORLD_SIZE": str(world.local_world_size), "GROUP_RANK": str(world.node_rank),
+            "NODE_RANK": str(world.node_rank),
+            "TORCHELASTIC_RUN_ID": world.job_id or "anyrank", PLATFORM: f"{world.platform}: {world.rule}",
+            "TORCHELASTIC_RESTART_COUNT": str(world.restart_count + go["attempt"]),
             **network.interfaces(self.own_address()),
-            **self.for_workers,
+            **self.extra_variables,
         }  # fmt: skip
 
     def own_address(self) -> str:
@@ -143,9 +152,10 @@ class Supervisor:
             return self.loop.hub.address()
         return self.loop.connection.socket.getsockname()[0] if self.loop.connection else "127.0.0.1"
 
-    def own_finished(self) -> bool:
+    def workers_finished(self) -> bool:
+        """Whether all workers of this node have finished the run."""
         workers = self.loop.workers
-        return bool(workers) and all(worker.code == 0 and worker.last[0] == "done" for worker in workers)
+        return bool(workers) and all(worker.code == 0 and worker.progress[0] == "done" for worker in workers)
 
     def continue_stop(self) -> Optional[int]:
         """Pass the stop signal on. Return the exit code if this node need not wait for its workers any longer; else None."""
@@ -165,11 +175,11 @@ class Supervisor:
             if fault and not fault["victim"] and (not late or worker.rank == self.writer):
                 report_failure(f"rank {worker.rank} could not stop as it should: {fault['text']}")
                 return fault["code"]
-        saved = any(worker.rank == self.writer and worker.code == code for worker in loop.workers)
-        if not late or saved:  # late workers may wait for data, or for the rank that has saved
+        has_saved = any(worker.rank == self.writer and worker.code == code for worker in loop.workers)
+        if not late or has_saved:  # late workers may wait for data, or for the rank that has saved
             return code
         if time.monotonic() - self._stop_began > GRACE_SECONDS:
-            phases = ", ".join(f"rank {worker.rank} in phase {worker.last[0]}" for worker in late)
+            phases = ", ".join(f"rank {worker.rank} in phase {worker.progress[0]}" for worker in late)
             self.say(f"not stopped within {GRACE_SECONDS} s: {phases}; the run goes on from its last checkpoint")
             return code
         return None
@@ -191,14 +201,14 @@ class Supervisor:
             if worker.rank == verdict.get("stack_of"):
                 print(worker.stack(), end="", file=sys.stderr, flush=True)
         if restart:
-            print(f"error: {one_line(loop.line(verdict))}", file=sys.stderr, flush=True)
+            print(f"error: {one_line(loop.log_line(verdict))}", file=sys.stderr, flush=True)
         else:
-            report_failure(loop.line(verdict))
+            report_failure(loop.log_line(verdict))
         self._kill_workers()
-        held = [worker.rank for worker in loop.workers if worker.process and worker.process.poll() is None]
-        if restart and held:
-            report_failure(f"rank {held[0]} cannot be ended, so the job is not started again in place")
-        return AGAIN if restart and not held else verdict["code"]
+        running_ranks = [worker.rank for worker in loop.workers if worker.process and worker.process.poll() is None]
+        if restart and running_ranks:
+            report_failure(f"rank {running_ranks[0]} cannot be ended, so the job is not started again in place")
+        return AGAIN if restart and not running_ranks else verdict["code"]
 
     def _kill_workers(self) -> None:
         started = [worker for worker in self.loop.workers if worker.process]
@@ -219,5 +229,5 @@ def start_by_torch(arguments: dict[int, tuple], environments: dict[int, dict[str
     logs = os.path.join(folder, "logs")
     os.mkdir(logs)
     specs: Any = getattr(multiprocessing, "DefaultLogsSpecs", None)  # since torch 2.3
-    where: dict[str, Any] = {"logs_specs": specs(log_dir=logs)} if specs else {"log_dir": logs}
-    return multiprocessing.start_processes("worker", sys.executable, arguments, environments, **where)
+    log_options: dict[str, Any] = {"logs_specs": specs(log_dir=logs)} if specs else {"log_dir": logs}
+    return multiprocessing.start_processes("worker", sys.executable, arguments, environments, **log_options)

@@ -27,7 +27,7 @@ from common.files import TEMPORARY, contents, give_name, raising_taken_over, rem
 from common.weights.files import encode
 from common.weights.plain import Refused, check
 
-AFRESH = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
+DEFAULT_REMEDY = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,8 +58,8 @@ class Snapshot:
         self._gpu = gpus.pop() if len(gpus) == 1 else None
         copy = None
         if self._gpu is not None:
-            copy = _copied_on(self._gpu, state)
-            self._copied = devices.record_event(devices.current_stream(self._gpu))
+            copy = _copy_on_gpu(self._gpu, state)
+            self._copy_event = devices.record_event(devices.current_stream(self._gpu))
         self._is_on_gpu = copy is not None
         self._state = snapshot(state) if copy is None else copy
 
@@ -71,12 +71,12 @@ class Snapshot:
             return state
         devices.use(self._gpu)
         stream = devices.side_stream(self._gpu)
-        stream.wait_event(self._copied)
+        stream.wait_event(self._copy_event)
         with devices.on_stream(stream):
             return snapshot(state)
 
 
-def _copied_on(gpu: torch.device, state: dict) -> Optional[dict]:
+def _copy_on_gpu(gpu: torch.device, state: dict) -> Optional[dict]:
     """Return a copy of the state on its GPU; None if that has hardly room, for the next step may need it."""
     if devices.free_memory(gpu) < 2 * size_of(state):
         return None
@@ -87,13 +87,19 @@ def _copied_on(gpu: torch.device, state: dict) -> Optional[dict]:
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield all tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
-        yield from tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
 
 
-def finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
+    """Return whether all values of all tensors in nested dicts and lists are finite."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors(value))
 
 
@@ -123,9 +129,9 @@ def require_plain(state: dict) -> None:
 def write(folder: str, state: dict, about: dict) -> None:
     """Write a checkpoint of `state`, with `about` as its manifest; its number is about["samples_seen"]."""
     about = json.loads(json.dumps(about))  # plain types only, or common/weights/tensors.py would refuse them at the next start
-    path, manifest_path = (
-        os.path.join(folder, names.of_checkpoint(about["samples_seen"], ending)) for ending in ("pt", "json")
-    )
+    number = about["samples_seen"]
+    path = os.path.join(folder, names.of_checkpoint(number, "pt"))
+    manifest_path = os.path.join(folder, names.of_checkpoint(number, "json"))
     require_plain(state)
     content = encode({**state, "about": about})
     manifest = {**about, "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
@@ -134,17 +140,17 @@ def write(folder: str, state: dict, about: dict) -> None:
     try:
         give_name(path)  # from here on the manifest counts, although it still has its temporary name
     except OSError:
-        for one in (path, manifest_path):
+        for target in (path, manifest_path):
             with contextlib.suppress(OSError):
-                os.unlink(temporary(one))
+                os.unlink(temporary(target))
         raise
     give_name(manifest_path)
 
 
 def _manifests(folder: str) -> list[tuple[int, int, str]]:
     """Return sorted [(start's number, samples seen, name)] of the manifests. Only names from a bucket have numbers above 1."""
-    there = [(names.parse(name), name) for name in os.listdir(folder)] if os.path.isdir(folder) else []
-    return sorted((its.start, its.samples, name) for its, name in there if its and its.ending == "json")
+    parsed_names = [(names.parse(name), name) for name in os.listdir(folder)] if os.path.isdir(folder) else []
+    return sorted((parsed.start, parsed.samples, name) for parsed, name in parsed_names if parsed and parsed.ending == "json")
 
 
 def numbers(folder: str) -> list[int]:
@@ -172,9 +178,9 @@ def read_verified(path: str) -> tuple[dict, bytes]:
         try:
             return _read_manifest(manifest_path, content), content
         except _DAMAGE as error:
-            for waiting in unfinished(manifest_path):
+            for temporary_path in unfinished(manifest_path):
                 with contextlib.suppress(*_DAMAGE):
-                    return _read_manifest(waiting, content), content
+                    return _read_manifest(temporary_path, content), content
             raise error from None
     except _DAMAGE as error:
         raise UserError(f"checkpoint {path} is damaged: {one_line(error)}") from None
@@ -193,8 +199,8 @@ def _read_manifest(path: str, content: bytes) -> dict[str, Any]:
         raise ValueError(f"it has {len(content)} bytes, its manifest says {manifest['size']}")
     if hashlib.sha256(content).hexdigest() != manifest["sha256"]:
         raise ValueError("its bytes are not those that were written (SHA-256 differs)")
-    its = names.parse(os.path.basename(path))
-    if its and its.samples != manifest["samples_seen"]:
+    parsed = names.parse(os.path.basename(path))
+    if parsed and parsed.samples != manifest["samples_seen"]:
         raise ValueError(f"it is that after {manifest['samples_seen']} samples")
     return manifest
 
@@ -206,8 +212,8 @@ def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
     try:
         state = read_tensors(content, verified=True)
     except Refused as error:
-        other = "it holds something other than tensors and plain values"
-        raise UserError(f"checkpoint {path} is refused: {other}: {one_line(str(error)[:200])}") from None
+        reason = "it holds something other than tensors and plain values"
+        raise UserError(f"checkpoint {path} is refused: {reason}: {one_line(str(error)[:200])}") from None
     except Exception as error:  # an undamaged file of another kind can raise anything
         raise UserError(f"checkpoint {path} is damaged: it is no archive of torch: {one_line(error)[:200]}") from None
     about = state.pop("about", None) if isinstance(state, dict) else None
@@ -225,12 +231,12 @@ def _are_alike(about: object, manifest: object) -> bool:
         return False
 
 
-def newest(folder: str, say: Callable = print, remedy: str = AFRESH) -> Optional[tuple[dict, dict, str]]:
+def newest(folder: str, say: Callable = print, remedy: str = DEFAULT_REMEDY) -> Optional[tuple[dict, dict, str]]:
     """Return (state, about, path) of the newest valid checkpoint, or None if there is none; warn of newer ones if damaged.
     If all are damaged, raise UserError with `remedy`, which says what to do."""
     existing = _manifests(folder)
-    for _, _, manifest in reversed(existing):
-        path = os.path.join(folder, re.sub(r"json$", "pt", manifest))
+    for _, _, manifest_name in reversed(existing):
+        path = os.path.join(folder, re.sub(r"json$", "pt", manifest_name))
         try:
             return (*read(path), path)
         except UserError as error:
@@ -241,31 +247,42 @@ def newest(folder: str, say: Callable = print, remedy: str = AFRESH) -> Optional
 
 
 def delete(folder: str, number: int) -> None:
+    """Delete the two files of checkpoint `number`, as far as they exist."""
     for ending in ("json", "pt"):  # the manifest first: no manifest, no checkpoint
         remove(os.path.join(folder, names.of_checkpoint(number, ending)))
 
 
-def sweep(folder: str, left: Iterable[str] = ()) -> None:
+def sweep(folder: str, unfinished_paths: Iterable[str] = ()) -> None:
     """Complete a save that was killed between its two renames, and remove the other unfinished files.
 
-    `left`: unfinished files of earlier starts. Names in a copied bucket lose the start's number. No process may be writing.
+    `unfinished_paths`: files of earlier starts. Names in a copied bucket lose the start's number.
+    No process may be writing.
     """
-    beside = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(TEMPORARY)]
+    temporary_paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(TEMPORARY)]
     with raising_taken_over(os.path.join(folder, "any")):
-        for place in (*beside, *left):
-            path = os.path.join(folder, os.path.basename(place).removesuffix(TEMPORARY))
-            its = names.parse(os.path.basename(path))
-            saved = re.sub(r"json$", "pt", path)
-            if its and its.ending == "json" and _describes(place, saved) and not _describes(path, saved):
-                os.replace(place, path)
+        for source in (*temporary_paths, *unfinished_paths):
+            path = os.path.join(folder, os.path.basename(source).removesuffix(TEMPORARY))
+            parsed = names.parse(os.path.basename(path))
+            checkpoint_path = re.sub(r"json$", "pt", path)
+            if (
+                parsed
+                and parsed.ending == "json"
+                and _describes(source, checkpoint_path)
+                and not _describes(path, checkpoint_path)
+            ):
+                os.replace(source, path)
             else:
-                os.unlink(place)
+                os.unlink(source)
         for start, number, name in _manifests(folder):
-            theirs, ours = (os.path.join(folder, names.of_checkpoint(number, "pt", its)) for its in (start, 1))
-            if start > 1 and _describes(manifest := os.path.join(folder, name), theirs):  # in a copy of a bucket
-                os.replace(theirs, ours)
-            if start > 1 and _describes(manifest, ours):  # also if a kill came between the two
-                os.replace(manifest, re.sub(r"pt$", "json", ours))
+            if start <= 1:
+                continue
+            manifest = os.path.join(folder, name)  # in a copy of a bucket
+            numbered = os.path.join(folder, names.of_checkpoint(number, "pt", start))
+            plain = os.path.join(folder, names.of_checkpoint(number, "pt"))
+            if _describes(manifest, numbered):
+                os.replace(numbered, plain)
+            if _describes(manifest, plain):  # also if a kill came between the two
+                os.replace(manifest, re.sub(r"pt$", "json", plain))
 
 
 def _describes(manifest: str, path: str) -> bool:
@@ -275,26 +292,33 @@ def _describes(manifest: str, path: str) -> bool:
         return False
 
 
-def surplus(there: Iterable[str], keep: int, about: dict, damaged: Collection[int] = ()) -> list[str]:
+def surplus(file_names: Iterable[str], keep: int, about: dict, damaged: Collection[int] = ()) -> list[str]:
     """Return which of a run's files need not be kept: all checkpoints and weight files but the last `keep` and the best.
 
     `about`: the manifest of the checkpoint just written or restored. Higher numbers stay unless they are in `damaged`.
     """
     best = about["best"] or {}
-    now = about["samples_seen"]
-    there = list(there)
-    found = [(name, its) for name in there if (its := names.parse(name.removeprefix(names.FOLDER))) and its.start == 1]
-    numbers = sorted({its.samples for _, its in found if its.ending == "json"} - {*damaged})
-    kept = {*[number for number in numbers if number <= now][-keep:], best.get("samples_seen")} & {*numbers}
-    old = [name for name, its in found if its.samples not in kept and (its.samples in damaged or its.samples < now)]
-    weights = [(epoch, name) for name in there if (epoch := names.epoch_of(name)) is not None]
+    samples_seen = about["samples_seen"]
+    file_names = list(file_names)
+    checkpoint_files = [
+        (name, parsed) for name in file_names if (parsed := names.parse(name.removeprefix(names.FOLDER))) and parsed.start == 1
+    ]
+    numbers = sorted({parsed.samples for _, parsed in checkpoint_files if parsed.ending == "json"} - {*damaged})
+    kept_numbers = {*[number for number in numbers if number <= samples_seen][-keep:], best.get("samples_seen")} & {*numbers}
+    old_files = [
+        name
+        for name, parsed in checkpoint_files
+        if parsed.samples not in kept_numbers and (parsed.samples in damaged or parsed.samples < samples_seen)
+    ]
+    weights = [(epoch, name) for name in file_names if (epoch := names.epoch_of(name)) is not None]
     weights = [(epoch, name) for epoch, name in weights if epoch <= about.get("epoch", epoch)]
     kept_epochs = {*sorted({epoch for epoch, _ in weights})[-keep:], best.get("epoch")}
     old_weights = [name for epoch, name in sorted(weights) if epoch not in kept_epochs]
-    return sorted(old) + old_weights  # each manifest before its file: no manifest, no checkpoint
+    return sorted(old_files) + old_weights  # each manifest before its file: no manifest, no checkpoint
 
 
 def prune(folder: str, output_dir: str, keep: int, about: dict, damaged: Collection[int] = ()) -> None:
-    places = {name: place for place in (folder, output_dir) for name in os.listdir(place)}
-    for name in surplus(places, keep, about, damaged):
-        remove(os.path.join(places[name], name))
+    """Delete from both folders the files that surplus() names."""
+    parent_of = {name: parent for parent in (folder, output_dir) for name in os.listdir(parent)}
+    for name in surplus(parent_of, keep, about, damaged):
+        remove(os.path.join(parent_of[name], name))

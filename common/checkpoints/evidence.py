@@ -30,15 +30,15 @@ class Evidence:
         self.attempt: Optional[Attempt] = None
         self._ledger: Any = None
 
-    def keep(self, rank: int, attempt: bool, ledger: bool) -> None:
-        """Begin the records: the Attempt if `attempt`, the ledger if `ledger` and --ledger true. Each is begun once."""
-        if attempt and not self.attempt:
+    def keep(self, rank: int, needs_attempt: bool, needs_ledger: bool) -> None:
+        """Begin the records that this rank needs, each only once; the ledger only with --ledger true."""
+        if needs_attempt and not self.attempt:
             self.attempt = Attempt(self._args.checkpoint_dir, self._say)
-        if ledger and self._args.ledger and not self._ledger:
+        if needs_ledger and self._args.ledger and not self._ledger:
             folder = os.path.join(self._args.output_dir, "ledger")
-            with self._or_untrue():
+            with self._raising_training_failed():
                 os.makedirs(folder, exist_ok=True)
-                if not attempt:  # this rank writes nothing else, so has claimed no folder
+                if not needs_attempt:  # this rank writes nothing else, so has claimed no folder
                     claim(folder, f"rank_{rank}")
                     tidy()
                 self._ledger = own_copy(os.path.join(folder, f"rank_{rank}.jsonl"), os.O_APPEND)
@@ -60,19 +60,20 @@ class Evidence:
             self._write({"step": [epoch, consumed], "ids": ids.tolist()})
         self.note_step_begins(-1, -1)
 
-    def _write(self, line: dict[str, Any]) -> None:
-        with self._or_untrue():
-            append(self._ledger, json.dumps({**line, "t": time.time()}).encode() + b"\n")
+    def _write(self, record: dict[str, Any]) -> None:
+        with self._raising_training_failed():
+            append(self._ledger, json.dumps({**record, "t": time.time()}).encode() + b"\n")
 
     @contextlib.contextmanager
-    def _or_untrue(self):
-        """Raise TrainingFailed for an OSError, as a ledger that lacks a line would be untrue."""
+    def _raising_training_failed(self):
+        """Raise TrainingFailed in place of an OSError, as a ledger that lacks a line would be false."""
         try:
             yield
         except OSError as error:
             raise TrainingFailed(f"the ledger cannot be written: {error.strerror}; {self._last_good()}") from None
 
     def remove_attempt(self) -> None:
+        """Remove the Attempt's file, if this rank keeps one: the start has ended as it should."""
         if self.attempt:
             self.attempt.remove()
 
@@ -85,23 +86,24 @@ class Attempt:
 
     def __init__(self, folder: str, say: Callable[[str], None]):
         self._file: Optional[io.FileIO] = None
-        self.left = False  # whether there was a file: the start before did not end as it should
+        self.previous_start_died = False  # whether there was a file, which a start removes at a regular end
         self._say = say
-        self._warned = False
+        self._has_warned = False
         self._path = os.path.join(folder, ".attempt")
-        last = (-1, -1, -1, -1)
+        record = (-1, -1, -1, -1)
         with contextlib.suppress(OSError, struct.error), open_regular(self._path) as file:
-            self.left = True
-            last = self._FORM.unpack(file.read(self._FORM.size))
-        died_in = last[:2]
-        before = last[2:]
-        self.died_twice_in = died_in if died_in[0] >= 0 and died_in == before else None
-        self._died_in = died_in if died_in[0] >= 0 else before
+            self.previous_start_died = True
+            record = self._FORM.unpack(file.read(self._FORM.size))
+        died_in = record[:2]
+        died_in_earlier = record[2:]
+        self.died_twice_in = died_in if died_in[0] >= 0 and died_in == died_in_earlier else None
+        self._died_in = died_in if died_in[0] >= 0 else died_in_earlier
         with self._warning_once():
             self._file = own_copy(self._path)
         self.set(-1, -1)
 
     def set(self, epoch: int, consumed: int) -> None:
+        """Write that this step is under way; (-1, -1): none is."""
         if self._file is not None:
             with self._warning_once():
                 os.pwrite(self._file.fileno(), self._FORM.pack(epoch, consumed, *self._died_in), 0)
@@ -118,8 +120,8 @@ class Attempt:
         try:
             yield
         except OSError as error:
-            if not self._warned:
+            if not self._has_warned:
                 self._say(
                     f"warning: {self._path} cannot be written: {error.strerror}; a step that kills the job may go unnoticed"
                 )
-            self._warned = True
+            self._has_warned = True

@@ -25,7 +25,8 @@ class Name(NamedTuple):
 
 def of_checkpoint(samples: int, ending: str, start: int = 1) -> str:
     """Return the name of a file of a checkpoint, without its folder."""
-    return f"{samples:012d}{f'-{start}' if start > 1 else ''}.{ending}"
+    suffix = f"-{start}" if start > 1 else ""
+    return f"{samples:012d}{suffix}.{ending}"
 
 
 def parse(name: str, folder: str = "") -> Optional[Name]:
@@ -35,6 +36,7 @@ def parse(name: str, folder: str = "") -> Optional[Name]:
 
 
 def weights(epoch: int) -> str:
+    """Return the name of the file with the weights of an epoch."""
     return f"epoch_{epoch}.pth"
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer, lr_scheduler
 from common.errors import UserError
 from common.weights.files import unwrapped
 
-TAKEN = ("model", "run", "about")  # names that a checkpoint itself uses
+RESERVED_NAMES = ("model", "run", "about")  # names that a checkpoint itself uses
 SCHEDULES = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
 # Options that follow from others or from the device, so the log does not list a change.
 NOT_LISTED = {"initial_lr", "base_lrs", "foreach", "fused", "capturable", "differentiable"}
@@ -33,8 +33,8 @@ class Stateful(Protocol):
 class SavedParts:
     """The network of a run, and the objects that are saved beside it, each under a name.
 
-    Owns their settings as this start has made them, how many parameter groups each optimizer had when the epoch began, the
-    checkpoint that was restored and which settings differ from its own, and a fingerprint of the states.
+    Keeps the options with which this start created them, the number of parameter groups at the beginning of
+    the epoch, the restored checkpoint, the options that differ from it, and a fingerprint of the states.
     """
 
     def __init__(self, model: torch.nn.Module, say: Callable[[str], None]):
@@ -45,13 +45,14 @@ class SavedParts:
         self.changed: dict[str, str] = {}  # settings that differ from the checkpoint: {"lr of optimizer": "0.1 -> 0.2"}
         self.restored: Optional[Checkpoint] = None  # the checkpoint, until forget_restored()
         self._say = say
-        self._made: dict[str, Any] = {}  # settings as this start has made them, before a checkpoint is restored
+        self._initial_options: dict[str, Any] = {}  # as this start has set them, before a checkpoint is restored
         self._group_counts: dict[str, int] = {}  # of the parameter groups of each optimizer, when the epoch began
         self._fingerprint: Any = None
 
-    def add(self, named: Mapping[str, Any]) -> None:
-        require_savable(named)
-        self.by_name.update(named)
+    def add(self, parts: Mapping[str, Any]) -> None:
+        """Add parts to save, each under its name; raise an error if one cannot be saved."""
+        require_savable(parts)
+        self.by_name.update(parts)
 
     def optimizers(self) -> dict[str, Optimizer]:
         return {name: part for name, part in self.by_name.items() if isinstance(part, Optimizer)}
@@ -66,50 +67,57 @@ class SavedParts:
 
     def named_weights(self) -> dict[str, torch.nn.Parameter]:
         """Return {name: weight} of the network, and {"PART.name": weight} of each other part that is a module."""
-        named: dict[str, torch.nn.Parameter] = {}
+        weights: dict[str, torch.nn.Parameter] = {}
         for name, part in self.by_name.items():
             if isinstance(part, torch.nn.Module):
-                named.update({f"{name}.{inner}": weight for inner, weight in part.named_parameters()})
-        named.update(self.network.named_parameters())
-        return named
+                weights.update({f"{name}.{weight_name}": weight for weight_name, weight in part.named_parameters()})
+        weights.update(self.network.named_parameters())
+        return weights
 
     # --- What a checkpoint holds ---
 
-    def note_as_made(self) -> None:
-        """Note the options of optimizers and schedules and the frozen weights, as this start has set them."""
+    def note_initial_options(self) -> None:
+        """Note options of optimizers and schedules, and the frozen weights, before a restore changes them."""
         options: dict[str, Any] = {name: part.state_dict() for name, part in self.by_name.items() if is_schedule(part)}
         for name, optimizer in self.optimizers().items():
             options[name] = [
                 {option: value for option, value in group.items() if option != "params"} for group in optimizer.param_groups
             ]
-        self._made = copy.deepcopy({"model": self._frozen(), **options})
+        self._initial_options = copy.deepcopy({"model": self._frozen_names(), **options})
 
     def begin_epoch(self) -> None:
-        """Count the parameter groups. The job adds those that come later again, in a start that goes on within this epoch."""
+        """Note the number of parameter groups: a start that resumes in this epoch adds later ones itself."""
         self._group_counts = {name: len(optimizer.param_groups) for name, optimizer in self.optimizers().items()}
 
     def states(self) -> dict[str, Any]:
+        """Return the state of each part by its name; the network's as "model"."""
         return {"model": self.network.state_dict(), **{name: _state(part) for name, part in self.by_name.items()}}
 
     def settings(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the parts in addition to their states."""
         added = {name: self._names_in_added_groups(name) for name in self.optimizers()}
-        return {"made": _plain(self._made), "frozen": self._frozen(), "groups": self._group_counts, "added": added}
+        return {
+            "made": _plain(self._initial_options),
+            "frozen": self._frozen_names(),
+            "groups": self._group_counts,
+            "added": added,
+        }
 
-    def note_state(self, more: Mapping[str, Any]) -> None:
-        """Note the addresses and versions of the tensors of all parts and of `more`, for is_as_noted()."""
-        self._fingerprint = fingerprint([self.states(), more])
+    def note_state(self, extra: Mapping[str, Any]) -> None:
+        """Note the addresses and versions of the tensors of all parts and of `extra`, for is_unchanged()."""
+        self._fingerprint = fingerprint([self.states(), extra])
 
-    def is_as_noted(self, more: Mapping[str, Any]) -> bool:
-        return self._fingerprint == fingerprint([self.states(), more])
+    def is_unchanged(self, extra: Mapping[str, Any]) -> bool:
+        """Return whether no tensor was replaced or written to since note_state()."""
+        return self._fingerprint == fingerprint([self.states(), extra])
 
-    def _frozen(self) -> list[str]:
+    def _frozen_names(self) -> list[str]:
         return [name for name, weight in self.named_weights().items() if not weight.requires_grad]
 
     def _names_in_added_groups(self, name: str) -> list[list[str]]:
-        """Return, for each parameter group that optimizer `name` has got since note_as_made(), the names of its weights."""
+        """Return the weights' names in each group added to optimizer `name` since note_initial_options()."""
         names = {weight: weight_name for weight_name, weight in self.named_weights().items()}
-        groups = [group["params"] for group in self.optimizers()[name].param_groups[len(self._made[name]) :]]
+        groups = [group["params"] for group in self.optimizers()[name].param_groups[len(self._initial_options[name]) :]]
         if any(weight not in names for group in groups for weight in group):
             raise UserError(
                 f"{name} has got weights that are neither the network's nor those of a module that the run saves, so a "
@@ -120,6 +128,7 @@ class SavedParts:
     # --- Restoring ---
 
     def forget_restored(self) -> None:
+        """Free the memory of the restored checkpoint."""
         self.restored = None
 
     def restore(self, state: dict[str, Any], about: dict[str, Any], path: str, within_epoch: bool) -> None:
@@ -129,12 +138,12 @@ class SavedParts:
         """
         self.restored = (state, about, path)
         self.network.load_state_dict(state["model"])
-        of_the_run = state["run"]
-        made_before = of_the_run.get("made", {})  # checkpoints of version 0.2.0 lack it
-        if made_before.get("model") == self._made["model"]:
+        run_state = state["run"]
+        previous_options = run_state.get("made", {})  # checkpoints of version 0.2.0 lack it
+        if previous_options.get("model") == self._initial_options["model"]:
             for name, weight in self.named_weights().items():
-                weight.requires_grad_(name not in of_the_run["frozen"])
-        self._group_counts = of_the_run.get("groups", self._group_counts)
+                weight.requires_grad_(name not in run_state["frozen"])
+        self._group_counts = run_state.get("groups", self._group_counts)
         schedules_last = sorted(self.by_name, key=lambda name: is_schedule(self.by_name[name]))  # as they set rates
         for name in schedules_last:
             part = self.by_name[name]
@@ -145,78 +154,82 @@ class SavedParts:
                     self._say(f"warning: {path} has no {name}: it starts anew")
             elif isinstance(part, Optimizer):
                 self._restore_optimizer(name, part, state, path, within_epoch)
-            elif name in made_before and is_schedule(part):
-                self._restore_schedule(name, part, saved, made_before[name])
+            elif name in previous_options and is_schedule(part):
+                self._restore_schedule(name, part, saved, previous_options[name])
             else:
                 part.load_state_dict(saved)
 
     def _restore_optimizer(self, name: str, optimizer: Optimizer, state: dict[str, Any], path: str, within_epoch: bool) -> None:
-        """Restore an optimizer's state, its groups that were added, and its options, but those that differ in this start."""
+        """Restore an optimizer's state, added groups, and the options that this start has not changed."""
         saved = state[name]
         groups = [*saved["param_groups"]]
-        of_the_run = state["run"]
-        made_before = of_the_run.get("made", {}).get(name, [])
-        _require_same_groups(name, groups, optimizer, len(made_before), path)
-        if "made" in of_the_run:
+        run_state = state["run"]
+        previous_options = run_state.get("made", {}).get(name, [])
+        _require_same_groups(name, groups, optimizer, len(previous_options), path)
+        if "made" in run_state:
             if within_epoch:
-                groups = groups[: of_the_run["groups"][name]]
-            present = len(optimizer.param_groups)
+                groups = groups[: run_state["groups"][name]]
+            group_count = len(optimizer.param_groups)
             weights = self.named_weights()
-            names_in_missing_groups = of_the_run["added"][name][present - len(made_before) :]
-            for names, options in zip(names_in_missing_groups, groups[present:]):
+            names_in_missing_groups = run_state["added"][name][group_count - len(previous_options) :]
+            for names, options in zip(names_in_missing_groups, groups[group_count:]):
                 optimizer.add_param_group({**options, "params": [weights[weight_name] for weight_name in names]})
-            for index, (group, made, before) in enumerate(zip(groups, self._made[name], made_before)):
-                groups[index] = self._merged(name, group, made, before)
-                is_made_with_another_rate = made["lr"] != before["lr"]
-                was_scheduled = before["lr"] != group["lr"]
-                if is_made_with_another_rate and was_scheduled and before["lr"]:
-                    groups[index]["lr"] = group["lr"] * (made["lr"] / before["lr"])
+            for index, (group, initial, previous) in enumerate(zip(groups, self._initial_options[name], previous_options)):
+                groups[index] = self._merged(name, group, initial, previous)
+                has_new_rate = initial["lr"] != previous["lr"]
+                was_scheduled = previous["lr"] != group["lr"]
+                if has_new_rate and was_scheduled and previous["lr"]:
+                    groups[index]["lr"] = group["lr"] * (initial["lr"] / previous["lr"])
         elif not self.schedules():  # of version 0.2.0: all options are this start's, the rate too
             groups = optimizer.state_dict()["param_groups"]
         used = {number for group in groups for number in group["params"]}
         states = {number: value for number, value in saved["state"].items() if number in used}
         optimizer.load_state_dict({"state": states, "param_groups": groups})
-        complete(optimizer)
+        add_missing_buffers(optimizer)
 
-    def _restore_schedule(self, name: str, schedule: Any, saved: dict[str, Any], made_before: dict[str, Any]) -> None:
-        """Restore a schedule. One that this start has made otherwise takes as many steps as that of before; ReduceLROnPlateau
-        goes on with the options of this start."""
-        made = copy.deepcopy(self._made[name])
-        merged = self._merged(name, saved, made, made_before)
+    def _restore_schedule(self, name: str, schedule: Any, saved: dict[str, Any], previous: dict[str, Any]) -> None:
+        """Restore a schedule. If this start has changed its options, it begins anew and repeats the steps.
+
+        ReduceLROnPlateau goes on with the options of this start.
+        """
+        initial = copy.deepcopy(self._initial_options[name])
+        merged = self._merged(name, saved, initial, previous)
         if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
             schedule.load_state_dict(merged)
-        elif made == made_before:
-            schedule.load_state_dict(_with_objects_of(made, saved))
+        elif initial == previous:
+            schedule.load_state_dict(_with_objects_of(initial, saved))
         else:
-            self._repeat_steps(schedule, made, _steps(saved))
+            self._repeat_steps(schedule, initial, _steps(saved))
 
-    def _repeat_steps(self, schedule: Any, made: dict[str, Any], steps: int) -> None:
-        """Begin the schedule as this start has `made` it, and let it take so many steps."""
+    def _repeat_steps(self, schedule: Any, initial: dict[str, Any], steps: int) -> None:
+        """Begin the schedule at its `initial` state, and let it take `steps` steps."""
         for name, optimizer in self.optimizers().items():
             if optimizer is schedule.optimizer:
-                for group, options in zip(optimizer.param_groups, self._made[name]):
+                for group, options in zip(optimizer.param_groups, self._initial_options[name]):
                     group["lr"] = options["lr"]
-        schedule.load_state_dict(made)
+        schedule.load_state_dict(initial)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch expects an update of the weights before each step
             for _ in range(steps):
                 schedule.step()
 
-    def _merged(self, name: str, saved: dict[str, Any], made: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-        """Return the `saved` options, but those of this start (`made`) that differ from those of the last one (`before`).
+    def _merged(self, name: str, saved: dict[str, Any], initial: dict[str, Any], previous: dict[str, Any]) -> dict[str, Any]:
+        """Return the `saved` options, and in place of those that this start has changed, its own.
 
-        Note in `changed` which do, as options of the part `name`.
+        An option has changed if `initial`, of this start, and `previous`, of the one before, differ in it.
+        Note these options in `changed`, as those of the part `name`.
         """
-        differing = {option for option in made.keys() & before.keys() if not _is_same(made[option], before[option])}
+        differing = {option for option in initial.keys() & previous.keys() if not _is_same(initial[option], previous[option])}
         for option in sorted(differing - NOT_LISTED):
             if not option.startswith("_"):
-                self.changed[f"{option} of {name}"] = f"{before[option]} -> {made[option]}"
-        return {**made, **saved, **{option: made[option] for option in differing}}
+                self.changed[f"{option} of {name}"] = f"{previous[option]} -> {initial[option]}"
+        return {**initial, **saved, **{option: initial[option] for option in differing}}
 
 
 def require_savable(parts: Mapping[str, Any]) -> None:
+    """Raise ValueError for a reserved name, TypeError for one without state_dict or load_state_dict."""
     for name, part in parts.items():
-        if name in TAKEN:
+        if name in RESERVED_NAMES:
             raise ValueError(f"nothing that is saved can have the name {name}, which a checkpoint itself uses: give it another")
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise TypeError(f"{name} is a {type(part).__name__}, without state_dict and load_state_dict: it cannot be saved")
@@ -226,7 +239,7 @@ def is_schedule(part: object) -> bool:
     return isinstance(part, SCHEDULES)
 
 
-def complete(optimizer: Optimizer) -> None:
+def add_missing_buffers(optimizer: Optimizer) -> None:
     """Add momentum buffers of 0 to RMSprop if its state is from a run without momentum."""
     if not isinstance(optimizer, torch.optim.RMSprop):
         return
@@ -246,18 +259,18 @@ def fingerprint(value: object) -> Any:
     return [fingerprint(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _require_same_groups(name: str, groups: list[dict[str, Any]], optimizer: Optimizer, made_before: int, path: str) -> None:
-    """Raise UserError unless the first `groups` of a checkpoint are as large as this start's. Others were added later.
+def _require_same_groups(name: str, groups: list[dict[str, Any]], optimizer: Optimizer, previous_count: int, path: str) -> None:
+    """Raise UserError unless the first `groups` of a checkpoint are as large as this start's.
 
-    `made_before`: how many the start had made that wrote it.
+    `previous_count`: how many groups the start that wrote it had created. Others were added later.
     """
-    present = optimizer.param_groups
-    compared = max(len(present), made_before)
-    sizes_before = [len(group["params"]) for group in groups[:compared]]
-    sizes = [len(group["params"]) for group in present]
-    if sizes_before != sizes:
+    current_groups = optimizer.param_groups
+    compared_count = max(len(current_groups), previous_count)
+    saved_sizes = [len(group["params"]) for group in groups[:compared_count]]
+    sizes = [len(group["params"]) for group in current_groups]
+    if saved_sizes != sizes:
         raise UserError(
-            f"{path} has a {name} with groups of {sizes_before} weights, and this start has made one with {sizes}: "
+            f"{path} has a {name} with groups of {saved_sizes} weights, and this start has made one with {sizes}: "
             "give it the groups of before, or another --output_dir"
         )
 
@@ -273,19 +286,19 @@ def _plain(value: object) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _is_same(one: object, other: object) -> bool:
+def _is_same(value: object, other_value: object) -> bool:
     """Return whether two options are equal; options may be tensors."""
-    return bool(torch.as_tensor(one == other).all())
+    return bool(torch.as_tensor(value == other_value).all())
 
 
-def _with_objects_of(made: object, saved: object) -> Any:
-    """Return `saved` with the equal parts of `made`: a checkpoint has a plain dict where torch needs a Counter."""
-    if saved == made:
-        return made
-    if isinstance(saved, dict) and isinstance(made, dict):
-        return {key: _with_objects_of(made.get(key), value) for key, value in saved.items()}
-    if isinstance(saved, list) and isinstance(made, list) and len(saved) == len(made):
-        return [_with_objects_of(*pair) for pair in zip(made, saved)]
+def _with_objects_of(initial: object, saved: object) -> Any:
+    """Return `saved`, with the objects of `initial` where equal: torch needs a Counter, saved as a dict."""
+    if saved == initial:
+        return initial
+    if isinstance(saved, dict) and isinstance(initial, dict):
+        return {key: _with_objects_of(initial.get(key), value) for key, value in saved.items()}
+    if isinstance(saved, list) and isinstance(initial, list) and len(saved) == len(initial):
+        return [_with_objects_of(*pair) for pair in zip(initial, saved)]
     return saved
 
 

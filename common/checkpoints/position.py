@@ -21,11 +21,13 @@ class Position:
         return cls(**{field.name: about[field.name] for field in dataclasses.fields(cls)})
 
     def after_step(self, samples: int) -> "Position":
+        """Return the position one step later. `samples`: those of the step, on all ranks."""
         seen = self.samples_seen + samples
         consumed = self.consumed + samples
         return dataclasses.replace(self, samples_seen=seen, total_steps=self.total_steps + 1, consumed=consumed)
 
     def after_epoch(self, best: Optional[Mapping[str, Any]]) -> "Position":
+        """Return the position at the beginning of the next epoch. `best`: of the best epoch so far."""
         return dataclasses.replace(self, epoch=self.epoch + 1, consumed=0, best=best)
 
     def row(self, epoch: int) -> dict[str, int]:

@@ -34,9 +34,9 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     """Read the weights of a plain file or a checkpoint; if its SHA-256 is known, verify it, else log that it is unverified."""
     from common.weights import tensors
 
-    content, verified = _read_weights(path)
+    content, is_verified = _read_and_verify(path)
     try:
-        state = tensors.read(content, verified)
+        state = tensors.read(content, is_verified)
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}")
         state = evaluated_weights(state) if "model" in state else state
@@ -55,18 +55,19 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def _read_weights(path: str) -> tuple[Any, bool]:
+def _read_and_verify(path: str) -> tuple[Any, bool]:
+    """Return (bytes of a file of weights, whether a digest verified them); UserError if they are damaged."""
     try:
-        its = names.parse(os.path.basename(path))
-        if its and its.ending == "pt" and os.path.exists(re.sub(r"pt$", "json", path)):
+        parsed = names.parse(os.path.basename(path))
+        if parsed and parsed.ending == "pt" and os.path.exists(re.sub(r"pt$", "json", path)):
             return checkpoint.read_verified(path)[1], True
-        content = _weights(path)
+        content = _read_bytes(path)
         if not os.path.exists(path + DIGEST):
-            begins = OF_TORCHVISION.search(path)
-            if begins and hashlib.sha256(content).hexdigest().startswith(begins[1]):
+            match = OF_TORCHVISION.search(path)
+            if match and hashlib.sha256(content).hexdigest().startswith(match[1]):
                 return content, True
-            if begins and not begins[1].isdigit():  # digits alone may be a date
-                raise UserError(f"{path} is damaged, or not the file of that name: its SHA-256 does not begin with {begins[1]}")
+            if match and not match[1].isdigit():  # digits alone may be a date
+                raise UserError(f"{path} is damaged, or not the file of that name: its SHA-256 does not begin with {match[1]}")
             if collectives.rank_and_size()[0] == 0:
                 progress.say(f"{path} is unverified: there is no {path}{DIGEST}")
             return content, False
@@ -80,7 +81,7 @@ def _read_weights(path: str) -> tuple[Any, bool]:
     return content, True
 
 
-def _weights(path: str) -> bytes:
+def _read_bytes(path: str) -> bytes:
     """Return the bytes of a file of weights; of any other file, which may have gigabytes, only the first 100."""
     from common.weights.tensors import begins
 
@@ -103,31 +104,34 @@ def local_weights(path: str, inputs: str, say: Callable) -> str:
     url, name = os.path.split(path)
     folder = local_folder(url, inputs)
 
-    def bring(lease: once.Lease) -> None:
-        place = bucket.Bucket(url, say)
-        items = {place.relative(item.key): item for item in place.items(place.below() + name.removesuffix(".pth"))}
-        wanted = {here: items[here] for here in (name, name + DIGEST, beside(name)) if here in items}
-        if name not in wanted:
+    def fetch(lease: once.Lease) -> None:
+        remote = bucket.Bucket(url, say)
+        items = {remote.relative(item.key): item for item in remote.items(remote.below() + name.removesuffix(".pth"))}
+        needed = {file_name: items[file_name] for file_name in (name, name + DIGEST, beside(name)) if file_name in items}
+        if name not in needed:
             raise UserError(f"--weights {path}: there is no {name} in {url}")
         os.makedirs(folder, exist_ok=True)
-        download.fetch_items(place, wanted, folder, remembered=True, tell=lease.tell)
+        download.fetch_items(remote, needed, folder, remembered=True, tell=lease.tell)
 
-    once.once_per_node(os.path.join(index.notes(folder), name), bring)
+    once.once_per_node(os.path.join(index.notes(folder), name), fetch)
     return os.path.join(folder, name)
 
 
 def about_weights(path: str) -> dict[str, Any]:
     """Return the fields of BESIDE in the JSON file beside a file of weights; {} if that file is missing or unreadable."""
     with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError), open_regular(beside(path)) as file:
-        read = json.loads(file.read(MIB))
-        return {name: value for name, value in read.items() if type(value) is BESIDE.get(name) and _fits(name, value)}
+        fields = json.loads(file.read(MIB))
+        return {name: value for name, value in fields.items() if type(value) is BESIDE.get(name) and _is_valid(name, value)}
     return {}
 
 
-def _fits(name: str, value: Any) -> bool:
-    if name in ("mean", "std"):
-        return len(value) == 3 and all(type(number) is float and number > (-1 if name == "mean" else 0) for number in value)
-    return name != "crop_pct" or 0 < value <= 1
+def _is_valid(name: str, value: Any) -> bool:
+    if name == "crop_pct":
+        return 0 < value <= 1
+    if name not in ("mean", "std"):
+        return True
+    lower_bound = -1 if name == "mean" else 0
+    return len(value) == 3 and all(type(number) is float and number > lower_bound for number in value)
 
 
 def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> list[str]:
@@ -136,30 +140,33 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
     With `new_head`, weights of the last layers may have other shapes, as for other classes, or all of them be missing, as where
     a network learnt without classes. Other mismatches raise UserError, but for num_batches_tracked.
     """
-    own = network.state_dict()
-    state = {plain_name(name, own): tensor for name, tensor in state.items()}
-    if "cls_token" in state and "class_token" in own:
+    network_state = network.state_dict()
+    state = {plain_name(name, network_state): tensor for name, tensor in state.items()}
+    if "cls_token" in state and "class_token" in network_state:
         from common.models import of_timm
 
         state = {of_timm.name_in_torchvision(name): tensor for name, tensor in state.items()}
-    other_shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
-    unmatched = sorted(name for name in own.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
-    last = tuple(f"{name}." for name in classifiers.last_layers(network))
-    of_last = sorted(name for name in own if name.startswith(last) and not name.endswith("num_batches_tracked"))
-    if new_head and state and not other_shapes and unmatched == of_last:
+    other_shapes = [name for name in network_state if name in state and network_state[name].shape != state[name].shape]
+    unmatched = sorted(name for name in network_state.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
+    prefixes = tuple(f"{name}." for name in classifiers.last_layers(network))
+    last_names = sorted(
+        name for name in network_state if name.startswith(prefixes) and not name.endswith("num_batches_tracked")
+    )
+    if new_head and state and not other_shapes and unmatched == last_names:
         network.load_state_dict(state, strict=False)
         return unmatched[::-1]
-    other_classes = other_shapes and all(own[name].shape[1:] == state[name].shape[1:] for name in other_shapes)
-    if other_classes and not unmatched and not new_head:
-        theirs, ours = (len(values[other_shapes[-1]]) for values in (state, own))
+    same_rows = all(network_state[name].shape[1:] == state[name].shape[1:] for name in other_shapes)
+    has_other_classes = bool(other_shapes) and same_rows
+    if has_other_classes and not unmatched and not new_head:
+        last_name = other_shapes[-1]
         raise UserError(
-            f"{path} is for {theirs} classes, and here are {ours}: give --data_url with the classes that it was trained on, or "
-            "--num_classes"
+            f"{path} is for {len(state[last_name])} classes, and here are {len(network_state[last_name])}: "
+            "give --data_url with the classes that it was trained on, or --num_classes"
         )
-    if unmatched or (other_shapes and not (new_head and other_classes)) or not {*other_shapes} <= {*of_last}:
-        names = one_line(", ".join(name[:80] for name in (unmatched + other_shapes)[:3]))
+    if unmatched or (other_shapes and not (new_head and has_other_classes)) or not {*other_shapes} <= {*last_names}:
+        examples = one_line(", ".join(name[:80] for name in (unmatched + other_shapes)[:3]))
         raise UserError(
-            f"{path} is of another network than this {type(network).__name__}: {names} and so on do not fit; "
+            f"{path} is of another network than this {type(network).__name__}: {examples} and so on do not fit; "
             "give the options of its run, such as --arch, --width or --image_size"
         )
     network.load_state_dict({name: tensor for name, tensor in state.items() if name not in other_shapes}, strict=False)

@@ -21,31 +21,35 @@ from common.storage.upload import Files, Uploads, changed, require_read
 
 INTERVAL_SECONDS = 30  # between two looks at the folder
 STOP_SECONDS = 20  # to wait for a store after a stop signal, when the platform is about to kill the job
-LOOK_SECONDS = 0.5  # after which a stop signal is noticed at the end
+POLL_SECONDS = 0.5  # after which a stop signal is noticed at the end
 FAILURE_SECONDS = 5  # for all of the publishing after a rank has failed, as the other ranks wait to hear of it
-OF_AN_EVALUATION = re.compile(r"report\.(?:json|txt)|examples/.*")
+EVALUATION_FILE = re.compile(r"report\.(?:json|txt)|examples/.*")
 
 Surplus = Callable[[list[str]], list[str]]  # returns those of the given names in the folder that are no longer kept
 
 
 class Failures:
-    """Why the last attempt to publish failed. `refused`: the reason, once all for longer than --patience raised UserErrors."""
+    """Why the last attempt to publish failed.
+
+    `refusal`: the reason, once all attempts for longer than --patience have raised UserErrors; else "".
+    """
 
     def __init__(self) -> None:
-        self.end()
+        self.clear()
 
-    def end(self) -> None:
-        self._why = self.refused = ""
+    def clear(self) -> None:
+        """Forget all failures, as after an attempt that succeeded."""
+        self._reason = self.refusal = ""
         self._refused_since = 0.0
 
     def add(self, error: Exception) -> bool:
-        """Record the error of an attempt to publish; return whether its reason differs from that of the attempt before."""
-        before = self._why
+        """Record the error of a failed attempt; return whether its reason differs from the last one's."""
+        previous = self._reason
         now = time.monotonic()
-        self._why = re.sub(r"^.* answered ", "", one_line(error))  # without the request, which names another file each time
+        self._reason = re.sub(r"^.* answered ", "", one_line(error))  # without the request, which names another file each time
         self._refused_since = (self._refused_since or now) if isinstance(error, UserError) else 0.0
-        self.refused = self._why if self._refused_since and now - self._refused_since > limit() else ""
-        return self._why != before
+        self.refusal = self._reason if self._refused_since and now - self._refused_since > limit() else ""
+        return self._reason != previous
 
 
 class Publisher:
@@ -58,77 +62,79 @@ class Publisher:
         self._folder = folder
         self._say = say
         self._uploads = Uploads(url, say)
-        self._there: Files = {}  # the files that the bucket has
+        self._published: Files = {}  # the files that the bucket has
         self._wake = threading.Event()
-        self._over = threading.Event()
+        self._finishing = threading.Event()
         self._thread: Optional[threading.Thread] = None
         self._surplus: Optional[Surplus] = None
-        self._pruned: Optional[Surplus] = None
+        self._pruned_surplus: Optional[Surplus] = None
         self._patience = self._uploads.patience
         self._starts = starts or Starts(self._uploads.bucket)
-        self._later = self.taken_over = False  # there is a later start; and its version of shared files is restored
+        self._is_superseded = False  # whether there is a later start
+        self.is_taken_over = False  # whether there is, and its version of the shared files is restored
         self.failures = Failures()
 
     def start(self) -> None:
         """Fail if the bucket cannot be written to; clean up after earlier starts; then publish in the background."""
         self._uploads.put(".writable", b"")
         self._uploads.delete(".writable")
-        self._uploads.abort_unfinished(run_folder.is_of_a_run)
+        self._uploads.abort_unfinished(run_folder.is_run_file)
         self._restore_shared_files()
-        self._patience.set_limit(limit(), in_the_way=False)
+        self._patience.set_limit(limit(), blocks_training=False)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
-    def saved(self, surplus: Surplus) -> None:
+    def publish_soon(self, surplus: Surplus) -> None:
         """Publish soon, as a checkpoint was written or found. `surplus(names)`: those that are no longer kept."""
         self._surplus = surplus
         self._wake.set()
 
-    def finish(self, in_a_hurry: bool = False, at_most: Optional[float] = None) -> None:
-        """Publish what is left, and wait for it, no longer than `at_most` seconds if given; raise the error if that fails.
+    def finish(self, in_a_hurry: bool = False, timeout: Optional[float] = None) -> None:
+        """Publish the rest and wait for it, at most `timeout` seconds if given; raise an error if it fails.
 
-        `in_a_hurry`: wait for the store at most `at_most` seconds, or else STOP_SECONDS, as after a stop signal that comes
-        meanwhile. May be called again.
+        `in_a_hurry`: wait for a silent store only for `timeout`, or else for STOP_SECONDS, as after a stop
+        signal that comes meanwhile. May be called again.
         """
-        self._patience.set_limit(min(limit(), at_most or STOP_SECONDS) if in_a_hurry else limit(), in_the_way=True)
-        self._over.set()
+        self._patience.set_limit(min(limit(), timeout or STOP_SECONDS) if in_a_hurry else limit(), blocks_training=True)
+        self._finishing.set()
         self._wake.set()
-        failed: list[Exception] = []
-        last = threading.Thread(target=self._last_look, args=(self._thread, failed), name="last look", daemon=True)
-        last.start()
-        if at_most:
-            last.join(at_most)
-        while last.is_alive() and not at_most:
-            last.join(LOOK_SECONDS)
+        errors: list[Exception] = []
+        thread = threading.Thread(target=self._final_sync, args=(self._thread, errors), name="final sync", daemon=True)
+        thread.start()
+        if timeout:
+            thread.join(timeout)
+        while thread.is_alive() and not timeout:
+            thread.join(POLL_SECONDS)
             if STOPS.noted and not in_a_hurry:
                 in_a_hurry = True
                 self._patience.succeeded()  # the seconds count from now
-                self._patience.set_limit(min(limit(), STOP_SECONDS), in_the_way=True)
-        if last.is_alive():
-            raise TrainingFailed(f"there was no more time than {at_most:g} s")
-        if failed:
-            raise failed[0]
+                self._patience.set_limit(min(limit(), STOP_SECONDS), blocks_training=True)
+        if thread.is_alive():
+            raise TrainingFailed(f"there was no more time than {timeout:g} s")
+        if errors:
+            raise errors[0]
         self._thread = None
 
-    def _last_look(self, background: Optional[threading.Thread], failed: list[Exception]) -> None:
+    def _final_sync(self, thread: Optional[threading.Thread], errors: list[Exception]) -> None:
         try:
-            if background:
-                background.join()
+            if thread:
+                thread.join()
             self._patience.succeeded()
             self._sync()
         except Exception as error:
-            failed.append(error)
+            errors.append(error)
 
     def _run(self):
-        while not self._over.is_set():
+        """Publish at every interval or save, until finish() is called or a later start has taken over."""
+        while not self._finishing.is_set():
             self._wake.wait(INTERVAL_SECONDS)
             self._wake.clear()
-            if self._over.is_set():
+            if self._finishing.is_set():
                 return
             try:
                 self._patience.succeeded()
-                self._sync(background=True)
-                self.failures.end()
+                self._sync(is_background=True)
+                self.failures.clear()
             except TakenOver:  # the next save raises it
                 return
             except Exception as error:  # the training goes on, and the next look at the folder tries again
@@ -140,31 +146,32 @@ class Publisher:
 
     # --- One look at the folder ---
 
-    def _sync(self, background: bool = False) -> None:
+    def _sync(self, is_background: bool = False) -> None:
         if not self._has_later_start():
-            self._look(background)
+            self._upload_changes(is_background)
         if self._has_later_start():  # checked again after everything was sent
             self._restore_shared_files()
-            self.taken_over = True
+            self.is_taken_over = True
             raise TakenOver(self._uploads.bucket.url(self._uploads.bucket.prefix))
 
     def _has_later_start(self) -> bool:
-        self._later = self._later or self._starts.later(self._patience)
-        return self._later
+        self._is_superseded = self._is_superseded or self._starts.has_later(self._patience)
+        return self._is_superseded
 
     def _restore_shared_files(self) -> None:
         """Put back each file that all starts write under one name, from the latest start that has a copy; ignore UserErrors."""
-        for name, copy in self._starts.copies(self._patience).items():
+        for name, copy_name in self._starts.copies(self._patience).items():
             with contextlib.suppress(UserError):  # the latest start has just replaced or deleted the copy
-                self._uploads.copy(copy, name)
+                self._uploads.copy(copy_name, name)
 
-    def _look(self, background: bool) -> None:
+    def _upload_changes(self, is_background: bool) -> None:
+        """Upload the files that have changed, then delete from the bucket those that are no longer kept."""
         surplus = self._surplus  # read first: what it keeps is in the folder now, so uploaded before others are deleted
         unread: list[OSError] = []
-        files = changed(self._folder, self._there, unread)
+        files = changed(self._folder, self._published, unread)
         manifests = {name: _content(self._path(name)) for name in files if _ending(name) == "json"}
-        for name in sorted(files, key=_order):
-            if background and self._over.is_set():
+        for name in sorted(files, key=_upload_order):
+            if is_background and self._finishing.is_set():
                 return  # finish() looks again, and begins with what is newest then
             content = manifests.get(name)
             if name in manifests and not self._has_file_of(name):
@@ -178,10 +185,10 @@ class Publisher:
             except OSError as error:  # of the file: requests to the store raise other errors
                 unread.append(error)
                 continue
-            self._there[name] = files[name]
-        if surplus and surplus is not self._pruned:
+            self._published[name] = files[name]
+        if surplus and surplus is not self._pruned_surplus:
             self._prune(surplus)
-            self._pruned = surplus
+            self._pruned_surplus = surplus
         require_read(self._folder, unread)
 
     def _send_temporary_manifest(self, name: str) -> None:
@@ -191,62 +198,63 @@ class Publisher:
         """
         if _ending(name) == "pt":
             manifest = re.sub(r"pt$", "json", name)
-            places = (*unfinished(self._path(manifest)), self._path(manifest))  # an unfinished one is newer
-            content = next(filter(None, map(_content, places)), None)
+            paths = (*unfinished(self._path(manifest)), self._path(manifest))  # an unfinished one is newer
+            content = next(filter(None, map(_content, paths)), None)
             if content:
-                self._uploads.put(self._starts.named(manifest + TEMPORARY), content)
+                self._uploads.put(self._starts.bucket_name(manifest + TEMPORARY), content)
 
     def _delete_temporary_manifest(self, name: str) -> None:
         if _ending(name) == "json":
-            self._uploads.delete(self._starts.named(name + TEMPORARY))
+            self._uploads.delete(self._starts.bucket_name(name + TEMPORARY))
 
     def _has_file_of(self, manifest: str) -> bool:
-        """Whether the checkpoint of this manifest was sent, and its file in the folder has not changed since."""
+        """Return whether the file of this manifest's checkpoint was sent and has not changed since."""
         name = re.sub(r"json$", "pt", manifest)
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(os.path.join(self._folder, name))
-            return self._there.get(name) == (status.st_size, status.st_mtime_ns)
+            return self._published.get(name) == (status.st_size, status.st_mtime_ns)
         return False
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name) if name else self._folder
 
     def _upload(self, name: str, content: Optional[bytes]) -> None:
-        copy = self._starts.copy_of(name)
-        to = copy or self._starts.named(name)
+        """Upload a file, or its `content` if given; first as this start's copy if starts share the name."""
+        copy_name = self._starts.copy_of(name)
+        target = copy_name or self._starts.bucket_name(name)
         if content is None:
-            self._uploads.send(self._path(name), to)
+            self._uploads.send(self._path(name), target)
         else:
-            self._uploads.put(to, content)
-        if copy:
-            self._uploads.copy(copy, name)
+            self._uploads.put(target, content)
+        if copy_name:
+            self._uploads.copy(copy_name, name)
             for outdated in self._starts.pop_outdated(name):
                 self._uploads.delete(outdated)
 
     def _prune(self, surplus: Surplus) -> None:
         for name in self._starts.surplus(self._uploads.names(), surplus):
-            here = self._starts.here(name)
-            if here and os.path.exists(self._path(here)):  # written again meanwhile, or not yet removed here
+            local_name = self._starts.local_name(name)
+            if local_name and os.path.exists(self._path(local_name)):  # written again meanwhile, or not yet removed here
                 continue
-            for one in filter(None, (name, self._starts.copy_of(name), *self._starts.pop_outdated(name))):
-                self._uploads.delete(one)
-            self._there.pop(here or "", None)
+            for object_name in filter(None, (name, self._starts.copy_of(name), *self._starts.pop_outdated(name))):
+                self._uploads.delete(object_name)
+            self._published.pop(local_name or "", None)
 
 
-def _order(name: str) -> tuple:
+def _upload_order(name: str) -> tuple:
     """Return a sort key for uploads: files of an epoch, checkpoints from the newest, each before its manifest, then the rest.
 
     A stop may leave little time, and a start that goes on from a checkpoint does not make the files of its epoch again.
     """
-    if names.epoch_of(name) is not None or OF_AN_EVALUATION.fullmatch(name):
+    if names.epoch_of(name) is not None or EVALUATION_FILE.fullmatch(name):
         return -1, 0, name
-    its = names.parse(name, names.FOLDER)
-    return (0, -its.samples, its.ending == "json") if its else (1, 0, name)
+    parsed = names.parse(name, names.FOLDER)
+    return (0, -parsed.samples, parsed.ending == "json") if parsed else (1, 0, name)
 
 
 def _ending(name: str) -> Optional[str]:
-    its = names.parse(name, names.FOLDER)
-    return its and its.ending
+    parsed = names.parse(name, names.FOLDER)
+    return parsed.ending if parsed else None
 
 
 def _content(path: str) -> Optional[bytes]:

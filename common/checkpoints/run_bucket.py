@@ -17,13 +17,13 @@ from common.files import TEMPORARY, TakenOver
 from common.storage import bucket, download
 
 FOLDERS = (names.FOLDER, starts.FOLDER)
-GROWS = re.compile(r"(runs|speed|journal)\.jsonl|ledger/rank_\d+\.jsonl")
+GROWING_FILE = re.compile(r"(runs|speed|journal)\.jsonl|ledger/rank_\d+\.jsonl")
 # An evaluation leaves them, and report.html shows them; and the record of what a tracker has.
-OF_THE_PAGE = re.compile(r"report\.json|examples/\w+\.png|tracked-\w+\.json")
+REPORT_FILE = re.compile(r"report\.json|examples/\w+\.png|tracked-\w+\.json")
 
 
 class RunBucket:
-    """A place of a run, as a RunFolder is: each start has a number in it, 1 where there was none before."""
+    """The bucket as a place of the run, used like RunFolder. Each start has a number in it; the first, 1."""
 
     def __init__(self, args: argparse.Namespace, say: Callable[[str], None] = print):
         self._args = args
@@ -33,67 +33,70 @@ class RunBucket:
         self._publisher: Any = None  # from begin() on
 
     def address(self, samples: int) -> str:
+        """Return the URL that this start's checkpoint after so many samples has."""
         return f"{self._args.output_url.rstrip('/')}/checkpoints/{names.of_checkpoint(samples, 'pt', self._starts.number)}"
 
     def manifests(self) -> set[tuple[int, int, str]]:
         """Return {(samples seen, start, "")} of the manifests."""
         return {(samples, start, "") for start, samples in self._starts.checkpoints()}
 
-    def claim(self, afresh: bool) -> None:
-        """Keep earlier starts from writing here: take the next number. `afresh`: what they have written does not count."""
-        self._starts.take(afresh)
+    def claim(self, starts_anew: bool) -> None:
+        """Take the next number, so that earlier starts overwrite nothing; `starts_anew`: discard theirs."""
+        self._starts.take(starts_anew)
 
     def is_taken_over(self) -> bool:
-        return self._publisher is not None and self._publisher.taken_over
+        return self._publisher is not None and self._publisher.is_taken_over
 
-    def bring_newest(self, only_look: bool = False) -> bool:
-        """Return whether there is a checkpoint; unless `only_look`, fetch the newest valid one if it is newer than those here.
+    def fetch_newest(self, check_only: bool = False) -> bool:
+        """Return whether there is a checkpoint; unless `check_only`, fetch the newest that the disk lacks.
 
         Raise UserError if the folder holds another run, or has no checkpoint and all fetched are damaged.
         """
         args = self._args
-        place = self._bucket
-        items = {place.relative(item.key): item for below in FOLDERS for item in place.items(place.below() + below)}
-        there = starts.checkpoints(items)
-        here = checkpoint.numbers(args.checkpoint_dir)
-        if not there or only_look:
-            return bool(there)
-        if here:
-            _refuse_another_history(place, there[-1], here[-1], args)
-            there = [(start, samples) for start, samples in there if samples > here[-1]]
-        for start, samples in reversed(there):
+        remote = self._bucket
+        items = {remote.relative(item.key): item for folder in FOLDERS for item in remote.items(remote.below() + folder)}
+        in_bucket = starts.checkpoints(items)
+        on_disk = checkpoint.numbers(args.checkpoint_dir)
+        if not in_bucket or check_only:
+            return bool(in_bucket)
+        if on_disk:
+            _refuse_another_run(remote, in_bucket[-1], on_disk[-1], args)
+            in_bucket = [(start, samples) for start, samples in in_bucket if samples > on_disk[-1]]
+        for start, samples in reversed(in_bucket):
             try:
-                _bring(place, items, start, samples, args.checkpoint_dir)
+                _fetch_checkpoint(remote, items, start, samples, args.checkpoint_dir)
             except download.Damaged as error:  # any other failure says nothing about this checkpoint
                 self._say(f"warning: {error}; trying the one before it")
                 checkpoint.delete(args.checkpoint_dir, samples)
             else:
                 self._say(f"fetched checkpoint {names.of_checkpoint(samples, 'pt', start)} from {args.output_url}")
                 return True
-        if there and not here:
-            raise UserError(f"all {len(there)} checkpoints in {args.output_url} are damaged; {checkpoint.AFRESH}")
+        if in_bucket and not on_disk:
+            raise UserError(f"all {len(in_bucket)} checkpoints in {args.output_url} are damaged; {checkpoint.DEFAULT_REMEDY}")
         return True
 
     def fetch_growing_files(self) -> None:
-        """Fetch files that starts append to or report.html shows, if the disk lacks them or has less of what is appended to, as
-        where another machine has gone on with the run: its own would replace these."""
-        place = self._bucket
+        """Fetch files that starts append to or report.html shows, if the disk lacks them or has less.
+
+        After a start on another machine it would else replace them in the bucket by its own.
+        """
+        remote = self._bucket
         folder = self._args.output_dir
-        items = {place.relative(item.key): item for item in place.items(place.below())}
+        items = {remote.relative(item.key): item for item in remote.items(remote.below())}
         copies = starts.copies(items)  # preferred, as a frozen earlier start may have overwritten the files themselves late
-        wanted = [name for name in items if GROWS.fullmatch(name) or OF_THE_PAGE.fullmatch(name)]
-        best = {name: items[copies.get(name, name)] for name in wanted}
-        missing = {name: item for name, item in best.items() if _has_less(os.path.join(folder, name), item, name)}
+        file_names = [name for name in items if GROWING_FILE.fullmatch(name) or REPORT_FILE.fullmatch(name)]
+        newest_items = {name: items[copies.get(name, name)] for name in file_names}
+        missing = {name: item for name, item in newest_items.items() if _needs_fetch(os.path.join(folder, name), item, name)}
         if missing:
-            download.fetch_items(place, missing, folder)
+            download.fetch_items(remote, missing, folder)
 
     def delete_run(self) -> None:
         """Delete the files of a run, manifests first. The objects that number its starts, and other files, stay."""
-        place = self._bucket
-        there = [place.relative(item.key) for item in place.items(place.below())]
-        ours = [name for name in there if run_folder.is_of_a_run(name.removesuffix(TEMPORARY))]
-        for name in sorted(ours, key=lambda name: not name.removesuffix(TEMPORARY).endswith(".json")):
-            place.ask("delete_object", place.below() + name)
+        remote = self._bucket
+        file_names = [remote.relative(item.key) for item in remote.items(remote.below())]
+        run_files = [name for name in file_names if run_folder.is_run_file(name.removesuffix(TEMPORARY))]
+        for name in sorted(run_files, key=lambda name: not name.removesuffix(TEMPORARY).endswith(".json")):
+            remote.ask("delete_object", remote.below() + name)
 
     # --- Publishing ---
 
@@ -103,22 +106,24 @@ class RunBucket:
         self._publisher.start()
         moments.listen(self, of_the_run=True)
 
-    def saved(self, surplus: Surplus) -> None:
-        """Publish soon, as a checkpoint was written or found. `surplus(names)`: those that are no longer kept."""
-        self._publisher.saved(surplus)
+    def publish_soon(self, surplus: Surplus) -> None:
+        """Publish soon, as there is a new checkpoint. `surplus(names)`: returns those that are not kept."""
+        self._publisher.publish_soon(surplus)
 
-    def refused(self) -> Optional[str]:
-        """Return an error's text if the bucket has refused the results for longer than --patience."""
-        why = self._publisher.failures.refused
-        return why and (
-            f"{self._args.output_url} refuses the results: {why}. Mend that and start again: the run "
+    def refusal(self) -> Optional[str]:
+        """Return an error's text once the bucket has refused the results for longer than --patience."""
+        reason = self._publisher.failures.refusal
+        if not reason:
+            return None
+        return (
+            f"{self._args.output_url} refuses the results: {reason}. Mend that and start again: the run "
             f"goes on from the newest checkpoint there, or on this machine from that in {self._args.checkpoint_dir}"
         )
 
     def failure(self, _error: BaseException) -> None:
         """Publish what can be published in a few seconds, as the job is about to fail (common/moments.py)."""
         with contextlib.suppress(UserError, TrainingFailed):
-            self._publisher.finish(in_a_hurry=True, at_most=FAILURE_SECONDS)
+            self._publisher.finish(in_a_hurry=True, timeout=FAILURE_SECONDS)
 
     def finish(self, in_a_hurry: bool) -> None:
         """Publish the rest."""
@@ -127,44 +132,47 @@ class RunBucket:
         except TakenOver:
             raise
         except (UserError, TrainingFailed) as error:
-            there = self._args.output_dir
-            wanted = self._args.output_url
-            raise TrainingFailed(f"the results are in {there}, but not all are in {wanted}: {error}") from None
+            folder = self._args.output_dir
+            url = self._args.output_url
+            raise TrainingFailed(f"the results are in {folder}, but not all are in {url}: {error}") from None
         self._say(f"published to {self._args.output_url}")
 
 
-def _has_less(path: str, item: bucket.Item, name: str) -> bool:
+def _needs_fetch(path: str, item: bucket.Item, name: str) -> bool:
     if not os.path.exists(path):
         return True
-    return bool(GROWS.fullmatch(name)) and os.path.getsize(path) < item.size
+    return bool(GROWING_FILE.fullmatch(name)) and os.path.getsize(path) < item.size
 
 
-def _bring(place: bucket.Bucket, items: dict[str, bucket.Item], start: int, samples: int, folder: str) -> None:
+def _fetch_checkpoint(remote: bucket.Bucket, items: dict[str, bucket.Item], start: int, samples: int, folder: str) -> None:
     """Fetch checkpoint N-START.pt (or N.pt) of the bucket as N.pt; raise Damaged if it is incomplete or damaged."""
-    theirs = _files_of(names.of_checkpoint(samples, "pt", start))
-    ours = _files_of(names.of_checkpoint(samples, "pt"))
-    if names.FOLDER + theirs[0] not in items:
-        raise download.Damaged(f"checkpoint {theirs[0]} is missing in {place.url(place.below())}")
-    for there, here in zip(theirs, ours):  # the manifest last, as when it was written
-        if names.FOLDER + there in items:
-            download.fetch_items(place, {here: items[names.FOLDER + there]}, folder)
+    remote_names = _files_of(names.of_checkpoint(samples, "pt", start))
+    local_names = _files_of(names.of_checkpoint(samples, "pt"))
+    if names.FOLDER + remote_names[0] not in items:
+        raise download.Damaged(f"checkpoint {remote_names[0]} is missing in {remote.url(remote.below())}")
+    for remote_name, local_name in zip(remote_names, local_names):  # the manifest last, as when it was written
+        if names.FOLDER + remote_name in items:
+            download.fetch_items(remote, {local_name: items[names.FOLDER + remote_name]}, folder)
     try:
-        checkpoint.read_verified(os.path.join(folder, ours[0]))
+        checkpoint.read_verified(os.path.join(folder, local_names[0]))
     except UserError as error:
         raise download.Damaged(str(error)) from None
 
 
 def _files_of(name: str) -> list[str]:
     """Return the names of a checkpoint's files: tensors, a manifest that a killed start did not rename, and the manifest."""
-    return [name, *(re.sub(r"pt$", ending, name) for ending in (names.UNFINISHED, "json"))]
+    base = re.sub(r"pt$", "", name)
+    return [name, base + names.UNFINISHED, base + "json"]
 
 
-def _refuse_another_history(place: bucket.Bucket, theirs: tuple[int, int], ours: int, args: argparse.Namespace) -> None:
-    """Raise UserError if the manifests of checkpoints `theirs`, in the bucket, and `ours`, on the disk, name different runs."""
-    key = place.below() + names.FOLDER + names.of_checkpoint(theirs[1], "json", theirs[0])
-    content = place.ask("get_object", key, work=lambda answer: answer["Body"].read())
-    mine = Path(checkpoint.path_of(args.checkpoint_dir, ours)).with_suffix(".json")
-    if _run_id(content) != _run_id(mine.read_bytes()):
+def _refuse_another_run(
+    remote: bucket.Bucket, newest_remote: tuple[int, int], newest_local: int, args: argparse.Namespace
+) -> None:
+    """Raise UserError if the newest checkpoints in the bucket and on the disk are of different runs."""
+    key = remote.below() + names.FOLDER + names.of_checkpoint(newest_remote[1], "json", newest_remote[0])
+    content = remote.ask("get_object", key, work=lambda answer: answer["Body"].read())
+    manifest_path = Path(checkpoint.path_of(args.checkpoint_dir, newest_local)).with_suffix(".json")
+    if _run_id(content) != _run_id(manifest_path.read_bytes()):
         raise UserError(
             f"{args.output_dir} holds another run than {args.output_url}: delete that folder, "
             "or start afresh with --resume never --overwrite true"
@@ -178,18 +186,18 @@ def _run_id(manifest: bytes) -> Optional[str]:
         return None
 
 
-def fetched(path: str, inputs: str, say: Callable) -> str:
+def fetch_resume_path(path: str, inputs: str, say: Callable) -> str:
     """Fetch a checkpoint or an output folder from a bucket to `inputs`, and return its path there."""
     if not path.endswith(".pt"):
         return storage.fetch(path, say=say, inputs=inputs)
     url, name = os.path.split(path)
-    place = bucket.Bucket(url, say)
+    remote = bucket.Bucket(url, say)
     folder = local_folder(url, inputs)
-    wanted = _files_of(name)
-    items = {place.relative(item.key): item for item in place.items(place.below())}
-    for needed in (wanted[0], wanted[-1]):
-        if needed not in items:
-            raise UserError(f"--resume {path}: there is no {needed} in {url}; give a .pt that has its .json there")
+    file_names = _files_of(name)
+    items = {remote.relative(item.key): item for item in remote.items(remote.below())}
+    for required in (file_names[0], file_names[-1]):
+        if required not in items:
+            raise UserError(f"--resume {path}: there is no {required} in {url}; give a .pt that has its .json there")
     os.makedirs(folder, exist_ok=True)
-    download.fetch_items(place, {name: items[name] for name in wanted if name in items}, folder)
+    download.fetch_items(remote, {name: items[name] for name in file_names if name in items}, folder)
     return os.path.join(folder, name)

@@ -17,21 +17,23 @@ LOCK_SECONDS = 10  # the start before this one may not have ended yet
 QUIET_SECONDS = 0.5  # of waiting for it, before a line says so
 
 # What a run writes, and nothing else: only this is ever deleted.
-_OTHERS = re.compile(
+_OTHER_RUN_FILE = re.compile(
     r"checkpoints/\.attempt|\.starts/\d+/.*|metrics\.jsonl|speed\.jsonl|journal\.jsonl|state\.json|"
     r"curves\.png|report\.(txt|json|html)|nodes\.json|tracked-\w+\.json|evaluation\.json|trace\.json\.gz|examples/(epoch_\d+|mistakes)\.png|"
     r"tensorboard/events\.out\.tfevents\.[^/]*|ledger/rank_\d+\.jsonl"
 )
 
 
-def is_of_a_run(name: str) -> bool:
-    """Whether a run writes files of this name below its output folder. A temporary name is not one of them."""
-    its = names.parse(name, names.FOLDER)
-    return bool((its and its.ending != names.UNFINISHED) or names.epoch_of(name) is not None or _OTHERS.fullmatch(name))
+def is_run_file(name: str) -> bool:
+    """Return whether a run writes files of this name below its output folder; False for temporary names."""
+    parsed = names.parse(name, names.FOLDER)
+    return bool(
+        (parsed and parsed.ending != names.UNFINISHED) or names.epoch_of(name) is not None or _OTHER_RUN_FILE.fullmatch(name)
+    )
 
 
 class RunFolder:
-    """A place of a run. What Saving asks of it, it asks of a RunBucket too."""
+    """The output folder as a place of the run. Saving uses a RunBucket by the same methods."""
 
     def __init__(self, args: argparse.Namespace):
         self._args = args
@@ -42,41 +44,43 @@ class RunFolder:
         lock(self._args.checkpoint_dir)
 
     def address(self, samples: int) -> str:
+        """Return the path that the checkpoint after so many samples has."""
         return f"{self._args.checkpoint_dir}/{names.of_checkpoint(samples, 'pt')}"
 
     def manifests(self) -> set[tuple[int, int, str]]:
         """Return {(samples seen, 0, digest)} of the manifests, to see what other starts write meanwhile."""
         folder = self._args.checkpoint_dir
-        there = set()
+        entries = set()
         for number in checkpoint.numbers(folder):
             with contextlib.suppress(OSError):  # another start has just removed it
-                there.add((number, 0, files.sha256(re.sub(r"pt$", "json", checkpoint.path_of(folder, number)))))
-        return there
+                entries.add((number, 0, files.sha256(re.sub(r"pt$", "json", checkpoint.path_of(folder, number)))))
+        return entries
 
-    def bring_newest(self, only_look: bool = False) -> bool:
-        """Return whether there is a checkpoint: it is where it has to be."""
+    def fetch_newest(self, check_only: bool = False) -> bool:
+        """Return whether there is a checkpoint. On the disk, none has to be fetched."""
         return bool(checkpoint.numbers(self._args.checkpoint_dir))
 
-    def claim(self, afresh: bool) -> None:
-        """Keep earlier starts from writing here. What they have begun to write is completed, or, if `afresh`, removed."""
+    def claim(self, starts_anew: bool) -> None:
+        """Keep earlier starts from writing here; complete their last save or, if `starts_anew`, delete it."""
         try:
-            left = files.claim(self._args.checkpoint_dir, also=self._args.output_dir)
+            unfinished_paths = files.claim(self._args.checkpoint_dir, also=self._args.output_dir)
         except OSError as error:
             raise _not_writable(self._args.output_dir, error) from None
-        if not afresh:
-            checkpoint.sweep(self._args.checkpoint_dir, left)
+        if not starts_anew:
+            checkpoint.sweep(self._args.checkpoint_dir, unfinished_paths)
         files.tidy()
 
     def is_taken_over(self) -> bool:
         return files.is_taken_over()
 
     def delete_run(self) -> None:
+        """Delete the files of the run in all of its folders. Other files stay."""
         args = self._args
         folders = {"": args.output_dir, names.FOLDER: args.checkpoint_dir, "tensorboard/": args.tensorboard_dir}
         folders.update({f"{name}/": os.path.join(args.output_dir, name) for name in ("examples", "ledger")})
-        for place, folder in folders.items():
-            for name in listed(folder):
-                if is_of_a_run(place + name.removesuffix(files.TEMPORARY)):
+        for prefix, folder in folders.items():
+            for name in sorted_names(folder):
+                if is_run_file(prefix + name.removesuffix(files.TEMPORARY)):
                     files.remove(os.path.join(folder, name))
 
     def delete_after(self, samples: int) -> None:
@@ -102,11 +106,11 @@ def require_room(args: argparse.Namespace, size: int) -> None:
     """Raise UserError if the disk lacks room for 3 or 4 checkpoints (by --keep) of `size` bytes, each with its weights file."""
     with os.scandir(args.checkpoint_dir) as entries:
         # The space of earlier checkpoints counts as free, as later ones replace them.
-        there = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
-    number = min(args.keep, 2) + 2  # the last ones, the best, and the next
-    if shutil.disk_usage(args.checkpoint_dir).free + there < number * size:
+        used = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+    count = min(args.keep, 2) + 2  # the last ones, the best, and the next
+    if shutil.disk_usage(args.checkpoint_dir).free + used < count * size:
         raise UserError(
-            f"{args.checkpoint_dir} has no room for {number} checkpoints: {describe_room(args.checkpoint_dir, number * size)}"
+            f"{args.checkpoint_dir} has no room for {count} checkpoints: {describe_room(args.checkpoint_dir, count * size)}"
         )
 
 
@@ -123,7 +127,7 @@ def _not_writable(folder: str, error: OSError) -> Exception:
     return of_a_file(error, f"cannot write to {folder}: {error.strerror}; give another --output_dir")
 
 
-_locked: set[tuple[int, int]] = set()  # the files that this process has locked: a second Run of it goes on in the same folder
+_locked: set[tuple[int, int]] = set()  # (device, inode) of held lock files: a second Run may use the folder
 
 
 def lock(folder: str) -> None:
@@ -132,39 +136,39 @@ def lock(folder: str) -> None:
         file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise _not_writable(folder, error) from None
-    about = os.fstat(file)
-    own = (about.st_dev, about.st_ino)
-    if own in _locked:
+    status = os.fstat(file)
+    file_id = (status.st_dev, status.st_ino)
+    if file_id in _locked:
         os.close(file)
         return
     began = time.monotonic()
-    is_told = False
+    has_reported = False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.register_at_fork(after_in_child=functools.partial(_let_go, [file]))
-            _locked.add(own)
+            os.register_at_fork(after_in_child=functools.partial(_close_in_child, [file]))
+            _locked.add(file_id)
             return
         except BlockingIOError:
             waited = time.monotonic() - began
             if waited > LOCK_SECONDS:
                 raise UserError(f"{folder} is in use by another job that is still running: give another --output_dir") from None
-            if waited > QUIET_SECONDS and not is_told:
+            if waited > QUIET_SECONDS and not has_reported:
                 progress.say(f"{folder} is in use by another job or start: waiting up to {LOCK_SECONDS} s for its end")
-                is_told = True
+                has_reported = True
             time.sleep(0.1)
         except OSError:
             return  # a mounted store without locks
 
 
-def _let_go(held: list[int]) -> None:
+def _close_in_child(descriptors: list[int]) -> None:
     """Close the lock file in a forked process, such as a loader worker, which would keep the lock if it outlived its parent."""
     _locked.clear()
-    while held:
-        os.close(held.pop())
+    while descriptors:
+        os.close(descriptors.pop())
 
 
-def listed(folder: str) -> list[str]:
+def sorted_names(folder: str) -> list[str]:
     """Return the sorted names in a folder; none if it does not exist."""
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
@@ -173,8 +177,12 @@ def describe_files(args: argparse.Namespace) -> str:
     """Return text for the log: which result files there are, in which folder or bucket, and where TensorBoard's files are."""
     folder = args.output_dir
     url = args.output_url
-    shown = ("report.html", "metrics.jsonl", "curves.png", "report.txt")
-    there = [name for name in shown if os.path.exists(os.path.join(folder, name))]
-    parts = [f"{', '.join(there)} in {url or folder}"] if there else []
-    events = args.tensorboard_dir.replace(folder, url.rstrip("/")) if url else args.tensorboard_dir
-    return "; ".join([*parts, *([f"TensorBoard in {events}"] if packages.there(packages.EVENTS) else [])])
+    result_files = ("report.html", "metrics.jsonl", "curves.png", "report.txt")
+    existing = [name for name in result_files if os.path.exists(os.path.join(folder, name))]
+    parts = []
+    if existing:
+        parts.append(f"{', '.join(existing)} in {url or folder}")
+    if packages.there(packages.EVENTS):
+        events_folder = args.tensorboard_dir.replace(folder, url.rstrip("/")) if url else args.tensorboard_dir
+        parts.append(f"TensorBoard in {events_folder}")
+    return "; ".join(parts)

@@ -38,7 +38,7 @@ class Saving:
         self._pending: Optional[concurrent.futures.Future] = None
         self._is_forgiven = False  # whether its error is not to be raised
         self._folder = RunFolder(args)
-        self._copies: list[Any] = []  # the bucket, if there is one and this rank writes
+        self._buckets: list[Any] = []  # the bucket, if there is one and this rank writes
         self._damaged: set[int] = set()  # numbers newer than the checkpoint to go on from
 
     def note_data_digests(self) -> None:
@@ -48,52 +48,57 @@ class Saving:
 
     @property
     def _places(self) -> list[Any]:
-        return [self._folder, *self._copies]
+        return [self._folder, *self._buckets]
 
     def find(self) -> Optional[restore.Checkpoint]:
         """Return the checkpoint to go on from, or None, and take the folders over. On the rank that writes."""
         self._open_bucket()
         self._folder.open()
-        before = self._there()
-        found = restore.find_checkpoint(self._args, self._places, self.identity, self._say)
-        afresh = not found and self._args.resume == "never"
-        self._claim(afresh)  # now that nothing has been refused
-        in_bucket = {number for number, start, _ in before if start}  # find_checkpoint() may have fetched them
-        came = {(number, start, digest) for number, start, digest in self._there() - before if start or number not in in_bucket}
-        if _beyond(found, came):  # another start was still writing
-            if afresh:
+        manifests_before = self._manifests()
+        chosen = restore.find_checkpoint(self._args, self._places, self.identity, self._say)
+        starts_anew = not chosen and self._args.resume == "never"
+        self._claim(starts_anew)  # now that nothing has been refused
+        bucket_numbers = {number for number, start, _ in manifests_before if start}  # find_checkpoint() may have fetched them
+        new_manifests = {
+            (number, start, digest)
+            for number, start, digest in self._manifests() - manifests_before
+            if start or number not in bucket_numbers
+        }
+        if _newer_than(chosen, new_manifests):  # another start was still writing
+            if starts_anew:
                 raise files.TakenOver(self._args.output_url or self._args.output_dir)
-            found = restore.find_checkpoint(self._args, self._places, self.identity, self._say)
-        self._delete_what_is_not_wanted(found, afresh)
-        self._damaged = {number for number, _, _ in _beyond(found, self._there())}
-        for copy in self._copies:
-            if not afresh:
-                copy.fetch_growing_files()
-            copy.begin()
-            if found:  # a killed start may have left a file without its manifest, and this one may save nothing
-                copy.saved(self._surplus(found[1]))
-        return found
+            chosen = restore.find_checkpoint(self._args, self._places, self.identity, self._say)
+        self._delete_outdated(chosen, starts_anew)
+        self._damaged = {number for number, _, _ in _newer_than(chosen, self._manifests())}
+        for bucket in self._buckets:
+            if not starts_anew:
+                bucket.fetch_growing_files()
+            bucket.begin()
+            if chosen:  # a killed start may have left a file without its manifest, and this one may save nothing
+                bucket.publish_soon(self._surplus(chosen[1]))
+        return chosen
 
     def _open_bucket(self):
         if self._args.output_url:
             from common.checkpoints.run_bucket import RunBucket
 
-            self._copies = [RunBucket(self._args, self._say)]
+            self._buckets = [RunBucket(self._args, self._say)]
 
-    def _there(self):
+    def _manifests(self):
         return set().union(*(place.manifests() for place in self._places))
 
-    def _claim(self, afresh: bool) -> None:
+    def _claim(self, starts_anew: bool) -> None:
         for place in self._places:
-            place.claim(afresh)
+            place.claim(starts_anew)
 
-    def _delete_what_is_not_wanted(self, found: Optional[restore.Checkpoint], afresh: bool) -> None:
-        """Delete nodes.json; the whole run if `afresh`; checkpoints after PATH with --resume PATH --overwrite true."""
+    def _delete_outdated(self, chosen: Optional[restore.Checkpoint], starts_anew: bool) -> None:
+        """Delete nodes.json; the run if `starts_anew`; with --resume PATH --overwrite true, what is later."""
         files.remove(os.path.join(self._args.output_dir, "nodes.json"))
-        for place in self._places if afresh else ():
-            place.delete_run()
-        if found and self._args.overwrite and self._args.resume not in ("auto", "never"):
-            self._folder.delete_after(found[1]["samples_seen"])
+        if starts_anew:
+            for place in self._places:
+                place.delete_run()
+        if chosen and self._args.overwrite and self._args.resume not in ("auto", "never"):
+            self._folder.delete_after(chosen[1]["samples_seen"])
 
     def take_over(self) -> None:
         """Take over the folders and the publishing from the rank that wrote them, which was lost (common/elastic)."""
@@ -102,15 +107,16 @@ class Saving:
             self._folder.open()
         except UserError as error:  # the lost rank may still hold the lock, on a frozen machine
             self._say(f"warning: {error}")
-        self._claim(afresh=False)
-        for copy in self._copies:
+        self._claim(starts_anew=False)
+        for bucket in self._buckets:
             try:
-                copy.fetch_growing_files()
+                bucket.fetch_growing_files()
             except (UserError, TrainingFailed) as error:
                 self._say(f"warning: {error}")
-            copy.begin()
+            bucket.begin()
 
     def last_good(self) -> str:
+        """Return words for an error: where the newest checkpoint is, or that there is none."""
         if numbers := checkpoint.numbers(self._args.checkpoint_dir):
             return f"last checkpoint {self._places[-1].address(numbers[-1])}"
         return "no checkpoint yet" if self._args.checkpoints else "no checkpoint, as --checkpoints false wants it"
@@ -124,9 +130,11 @@ class Saving:
         weights_of_epoch: Optional[int] = None,
         check: Optional[Callable[[], None]] = None,
     ) -> None:
-        """Copy the state and write it, with manifest `about`, in the background; `weights_of_epoch`: also write epoch_N.pth.
+        """Copy the state, and write it in the background with the manifest `about`.
 
-        `check`: called in that thread before. If it raises an error, nothing is written, and the next wait() raises it."""
+        `weights_of_epoch`: also write epoch_N.pth. `check`: called in the background before writing; if it
+        raises an error, nothing is written, and the next wait() raises it.
+        """
         self.wait()  # so that there is one copy at a time
         self.saved_at = Position.of(about)
         self._pending = self._executor.submit(self._write, checkpoint.Snapshot(state()), about, weights_of_epoch, check)
@@ -164,17 +172,18 @@ class Saving:
         weights_of_epoch: Optional[int],
         check: Optional[Callable[[], None]],
     ) -> None:
+        """Write a checkpoint and, for a finished epoch, its weights; then delete files that are not kept."""
         folder = self._args.checkpoint_dir
         output_dir = self._args.output_dir
         state = snapshot.on_host()
         if check:
             check()
-        if not checkpoint.finite(state["model"]):
+        if not checkpoint.is_finite(state["model"]):
             raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}")
         try:
             if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks its weights
                 path = os.path.join(output_dir, names.weights(weights_of_epoch))
-                write_weights(path, evaluated_weights(state), _of_the_epoch(state, about))
+                write_weights(path, evaluated_weights(state), _describe_weights(state, about))
             checkpoint.write(folder, state, about)
             self._damaged.discard(about["samples_seen"])
         except OSError as error:
@@ -185,52 +194,57 @@ class Saving:
             checkpoint.prune(folder, output_dir, self._args.keep, about, self._damaged)
         except OSError as error:
             self._say(f"warning: what is no longer kept could not be removed: {one_line(error)}; the next save tries it again")
-        for copy in self._copies:
-            copy.saved(self._surplus(about))
+        for bucket in self._buckets:
+            bucket.publish_soon(self._surplus(about))
 
     def _surplus(self, about: dict[str, Any]) -> Callable[..., Any]:
         return functools.partial(checkpoint.surplus, keep=self._args.keep, about=about, damaged=self._damaged)
 
-    def require_ours(self) -> None:
+    def require_not_taken_over(self) -> None:
+        """Raise TakenOver if another start writes to the folder or the bucket by now."""
         if any(place.is_taken_over() for place in self._places):
             raise files.TakenOver(self._args.output_url or self._args.output_dir)
 
     def require_published(self) -> None:
         """If the bucket has refused the results for longer than --patience, wait for the last save, and raise UserError."""
-        for why in filter(None, [copy.refused() for copy in self._copies]):
-            self.wait()
-            raise UserError(why)
+        for bucket in self._buckets:
+            reason = bucket.refusal()
+            if reason:
+                self.wait()
+                raise UserError(reason)
 
     def finish_publishing(self, in_a_hurry: bool) -> None:
-        for copy in self._copies:
-            copy.finish(in_a_hurry)
+        """Publish the rest, if there is a bucket. `in_a_hurry`: wait only seconds for a silent store."""
+        for bucket in self._buckets:
+            bucket.finish(in_a_hurry)
 
 
-def _of_the_epoch(state: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
+def _describe_weights(state: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
     """Return the contents of the JSON file beside the weights of an epoch."""
     row = state["run"]["history"][-1]
     options = about["arguments"]
     metrics = {name: value for name, value in row.items() if name not in ("epoch", "steps", "samples")}
-    said = {name: options[name] for name in OPTIONS if options.get(name) is not None}
-    return {"epoch": row["epoch"], "metrics": metrics, "classes": about["classes"], **said}
+    model_options = {name: options[name] for name in OPTIONS if options.get(name) is not None}
+    return {"epoch": row["epoch"], "metrics": metrics, "classes": about["classes"], **model_options}
 
 
-def _beyond(found: Optional[restore.Checkpoint], there: set[tuple]) -> set[tuple]:
-    """Return the checkpoints in `there` that are newer than `found`, the one to go on from; all of them if it is None."""
-    return {one for one in there if not found or one[0] > found[1]["samples_seen"]}
+def _newer_than(chosen: Optional[restore.Checkpoint], manifests: set[tuple]) -> set[tuple]:
+    """Return the `manifests` that are newer than the `chosen` checkpoint; all of them if it is None."""
+    return {entry for entry in manifests if not chosen or entry[0] > chosen[1]["samples_seen"]}
 
 
 def names_of_classes(data_set: Optional[object]) -> list[str]:
-    names = getattr(data_set, "classes", None)
-    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
+    """Return the names in the attribute `classes` of a data set; [] if it has no such list or tuple."""
+    classes = getattr(data_set, "classes", None)
+    return [str(name) for name in classes] if isinstance(classes, (list, tuple)) else []
 
 
 def data_digests(data_set: Optional[object]) -> dict[str, str]:
-    """Return what the method digest() of a data set says, if it has one: texts that differ for other samples."""
+    """Return what a data set's digest() returns, texts that differ for other samples; {} without it."""
     digest = getattr(data_set, "digest", None)
     if not callable(digest):
         return {}
-    found: Any = digest()
-    if not isinstance(found, dict) or not all(isinstance(word, str) for pair in found.items() for word in pair):
-        raise TypeError(f"{type(data_set).__name__}.digest() gave {found!r:.80}: it has to give a dict of texts by name")
-    return found
+    digests: Any = digest()
+    if not isinstance(digests, dict) or not all(isinstance(text, str) for pair in digests.items() for text in pair):
+        raise TypeError(f"{type(data_set).__name__}.digest() gave {digests!r:.80}: it has to give a dict of texts by name")
+    return digests

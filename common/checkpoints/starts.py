@@ -23,7 +23,7 @@ from common.storage.bucket import Bucket
 FOLDER = ".starts/"
 MARKER = re.compile(r"\.starts/(\d+)-([0-9a-f]{8})(-afresh)?")
 COPY = re.compile(r"\.starts/(\d+)/(.+)")
-ITS_OWN = re.compile(r"checkpoints/.*|tensorboard/.*")  # names that no other start writes
+UNSHARED_FILE = re.compile(r"checkpoints/.*|tensorboard/.*")  # names that no other start writes
 
 
 def parse(name: str) -> Optional[names.Name]:
@@ -31,26 +31,28 @@ def parse(name: str) -> Optional[names.Name]:
     return names.parse(name, names.FOLDER)
 
 
-def first_that_counts(there: Iterable[str]) -> int:
-    """Return the number of the last start that discarded all earlier ones, or 1. `there`: names of objects in the bucket."""
-    return max((int(match[1]) for match in map(MARKER.fullmatch, there) if match and match[3]), default=1)
+def first_valid_start(object_names: Iterable[str]) -> int:
+    """Return the number of the last start that discarded all earlier ones, or 1 if none did."""
+    return max((int(match[1]) for match in map(MARKER.fullmatch, object_names) if match and match[3]), default=1)
 
 
-def checkpoints(there: Iterable[str]) -> list[tuple[int, int]]:
+def checkpoints(object_names: Iterable[str]) -> list[tuple[int, int]]:
     """Return [(start, samples seen)] of the checkpoints with a manifest, oldest first, unless discarded or written late."""
-    there = list(there)
-    first = first_that_counts(there)
-    found = [(its.start, its.samples) for its in map(parse, there) if its and its.ending == "json"]
-    start, last = max(found, default=(1, 0))  # one of an earlier start with more samples came late and does not count
-    return sorted(pair for pair in found if pair[0] >= first and (pair[0] == start or pair[1] <= last))
+    object_names = list(object_names)
+    first_start = first_valid_start(object_names)
+    candidates = [(parsed.start, parsed.samples) for parsed in map(parse, object_names) if parsed and parsed.ending == "json"]
+    start, last_samples = max(
+        candidates, default=(1, 0)
+    )  # one of an earlier start with more samples came late and does not count
+    return sorted(pair for pair in candidates if pair[0] >= first_start and (pair[0] == start or pair[1] <= last_samples))
 
 
-def copies(there: Iterable[str]) -> dict[str, str]:
+def copies(object_names: Iterable[str]) -> dict[str, str]:
     """Return {name: copy by the latest start that has one}, without the copies of starts that a later start discarded."""
-    there = list(there)
-    first = first_that_counts(there)
-    found = sorted((int(match[1]), match[2], match[0]) for match in map(COPY.fullmatch, there) if match)
-    return {name: copy for number, name, copy in found if number >= first}
+    object_names = list(object_names)
+    first_start = first_valid_start(object_names)
+    candidates = sorted((int(match[1]), match[2], match[0]) for match in map(COPY.fullmatch, object_names) if match)
+    return {name: copy for number, name, copy in candidates if number >= first_start}
 
 
 class Starts:
@@ -61,67 +63,76 @@ class Starts:
         self.number = 1  # until take(); right where no other start can write
         self._older: dict[str, list[str]] = {}  # {name: the copies of earlier starts}
 
-    def take(self, afresh: bool) -> None:
-        """Register the next start number in the bucket; repeat if another start has it, too. `afresh`: discard older files."""
-        own = secrets.token_hex(4)
+    def take(self, starts_anew: bool) -> None:
+        """Register a number that no other start has in the bucket; `starts_anew`: discard earlier files."""
+        token = secrets.token_hex(4)
         while True:
-            there = self._names()
-            alike = [match[2] for match in map(MARKER.fullmatch, there) if match and int(match[1]) == self.number]
-            if alike == [own]:
+            object_names = self._names()
+            tokens = [match[2] for match in map(MARKER.fullmatch, object_names) if match and int(match[1]) == self.number]
+            if tokens == [token]:
                 break
-            numbers = [int(match[1]) for match in (MARKER.fullmatch(name) or COPY.fullmatch(name) for name in there) if match]
-            numbers += [its.start for its in map(parse, self._names(names.FOLDER)) if its]
+            numbers = [
+                int(match[1]) for match in (MARKER.fullmatch(name) or COPY.fullmatch(name) for name in object_names) if match
+            ]
+            numbers += [parsed.start for parsed in map(parse, self._names(names.FOLDER)) if parsed]
             self.number = max(numbers, default=0) + 1
-            marker = f"{FOLDER}{self.number}-{own}{'-afresh' if afresh and self.number > 1 else ''}"
+            marker = f"{FOLDER}{self.number}-{token}"
+            if starts_anew and self.number > 1:
+                marker += "-afresh"
             self.bucket.ask("put_object", self.bucket.below() + marker, Body=b"")
-        for match in filter(None, map(COPY.fullmatch, there)):
+        for match in filter(None, map(COPY.fullmatch, object_names)):
             self._older.setdefault(match[2], []).append(match[0])
 
-    def _names(self, below: str = FOLDER, patience: Optional[Patience] = None) -> list[str]:
-        return [self.bucket.relative(item.key) for item in self.bucket.items(self.bucket.below() + below, patience)]
+    def _names(self, prefix: str = FOLDER, patience: Optional[Patience] = None) -> list[str]:
+        return [self.bucket.relative(item.key) for item in self.bucket.items(self.bucket.below() + prefix, patience)]
 
     def checkpoints(self) -> list[tuple[int, int]]:
+        """Return [(start, samples seen)] of the valid checkpoints in the bucket, oldest first."""
         return checkpoints([*self._names(), *self._names(names.FOLDER)])
 
-    def named(self, name: str) -> str:
+    def bucket_name(self, name: str) -> str:
         """Return the name in the bucket of a file in the folder; a checkpoint's gets the number of this start if above 1."""
-        its = parse(name)
-        return names.FOLDER + names.of_checkpoint(its.samples, its.ending, self.number) if its else name
+        parsed = parse(name)
+        return names.FOLDER + names.of_checkpoint(parsed.samples, parsed.ending, self.number) if parsed else name
 
-    def here(self, name: str) -> Optional[str]:
+    def local_name(self, name: str) -> Optional[str]:
         """Return the name in the folder of an object in the bucket; None for a checkpoint of another start."""
-        its = parse(name)
-        if not its:
+        parsed = parse(name)
+        if not parsed:
             return name
-        return names.FOLDER + names.of_checkpoint(its.samples, its.ending) if its.start == self.number else None
+        return names.FOLDER + names.of_checkpoint(parsed.samples, parsed.ending) if parsed.start == self.number else None
 
     def copy_of(self, name: str) -> Optional[str]:
         """Return the name under which a copy of a file is uploaded first; None if no earlier start writes this file."""
-        return None if self.number == 1 or ITS_OWN.fullmatch(name) else f"{FOLDER}{self.number}/{name}"
+        return None if self.number == 1 or UNSHARED_FILE.fullmatch(name) else f"{FOLDER}{self.number}/{name}"
 
     def pop_outdated(self, name: str) -> list[str]:
         """Return the copies of this file that earlier starts left, to be deleted; a second call returns none."""
         return self._older.pop(name, [])
 
-    def later(self, patience: Patience) -> bool:
+    def has_later(self, patience: Patience) -> bool:
+        """Return whether a later start has registered its number in the bucket."""
         return any(int(match[1]) > self.number for match in map(MARKER.fullmatch, self._names(patience=patience)) if match)
 
     def copies(self, patience: Patience) -> dict[str, str]:
+        """Return {name: copy by the latest start that has one} of the files with names that starts share."""
         return copies(self._names(patience=patience))
 
-    def surplus(self, there: Iterable[str], choose: Callable[[list[str]], list[str]]) -> list[str]:
+    def surplus(self, object_names: Iterable[str], choose: Callable[[list[str]], list[str]]) -> list[str]:
         """Return objects to delete: those that `choose` picks by their names in the folder, and duplicates by older starts."""
-        known: dict[str, str] = {}  # {name in the folder: name in the bucket}
-        of_samples: dict[int, dict[int, dict[str, str]]] = {}
-        for name in there:
-            its = parse(name)
-            if not its:
-                known[name] = name
-            elif its.start <= self.number:
-                of_samples.setdefault(its.samples, {}).setdefault(its.start, {})[its.ending] = name
-        twice = []
-        for samples, starts in of_samples.items():
-            counts = max((number for number in starts if "json" in starts[number]), default=max(starts))
-            known.update({names.FOLDER + names.of_checkpoint(samples, ending): name for ending, name in starts[counts].items()})
-            twice += [name for number in starts if number < counts for _, name in sorted(starts[number].items())]
-        return [*twice, *(known[name] for name in choose(list(known)))]
+        bucket_names: dict[str, str] = {}  # {name in the folder: name in the bucket}
+        by_samples: dict[int, dict[int, dict[str, str]]] = {}
+        for name in object_names:
+            parsed = parse(name)
+            if not parsed:
+                bucket_names[name] = name
+            elif parsed.start <= self.number:
+                by_samples.setdefault(parsed.samples, {}).setdefault(parsed.start, {})[parsed.ending] = name
+        duplicates = []
+        for samples, starts in by_samples.items():
+            valid_start = max((number for number in starts if "json" in starts[number]), default=max(starts))
+            bucket_names.update(
+                {names.FOLDER + names.of_checkpoint(samples, ending): name for ending, name in starts[valid_start].items()}
+            )
+            duplicates += [name for number in starts if number < valid_start for _, name in sorted(starts[number].items())]
+        return [*duplicates, *(bucket_names[name] for name in choose(list(bucket_names)))]

@@ -13,7 +13,7 @@ from common.world import World
 
 def meet_and_compare_clocks(here: World, seconds: float, findings: list) -> tuple[list[int], list[tuple]]:
     """Return (missing ranks, [(node, findings, seconds ahead)] on rank 0, else []). Only a node's first rank gives its node."""
-    keys = distributed.PrefixStore("doctor", store.of_all_ranks(here, seconds))
+    keys = distributed.PrefixStore("doctor", store.open_store(here, seconds))
     keys.set(f"says/{here.rank}", json.dumps({"node": None if here.local_rank else here.node_rank, "findings": findings}))
     missing = store.meet(here, keys, seconds)
     others = []

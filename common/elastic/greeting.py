@@ -45,18 +45,18 @@ def connect_to_leader(address: str, port: int) -> Optional[socket.socket]:
 
 def join(
     address: str, port: int, hello: dict[str, Any], seconds: float, say: Callable[[str], None], key: bytes = b"",
-    opened: Optional[socket.socket] = None,
+    first_socket: Optional[socket.socket] = None,
 ) -> tuple[channel.Connection, channel.Go, Optional[int]]:  # fmt: skip
     """Join node 0, or the leader that it names. Return (connection, start message, leader).
 
-    `leader`: the node that leads, if the run is under way, else None; `opened`: a socket to use at first.
+    `leader`: the node that leads, if the run is under way, else None; `first_socket`: for the first attempt.
     """
     for _ in range(MOST_LEADERS):
         try:
-            connection, go = channel.join(address, port, hello, seconds, say, key, opened, _raise_elsewhere)
+            connection, go = channel.join(address, port, hello, seconds, say, key, first_socket, _raise_elsewhere)
         except Elsewhere as elsewhere:
             address, port = elsewhere.args
-            opened = None
+            first_socket = None
             continue
         more = go.get("more")
         if more is not None and not GO(more):

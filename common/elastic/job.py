@@ -17,34 +17,37 @@ from common.run.peers import Fixed
 
 def workers(args: argparse.Namespace) -> None:
     """Make the job elastic if --min_nodes is given; raise a UserError if it cannot be."""
-    here = args.world
-    least = args.min_nodes
-    if not least:
+    world = args.world
+    min_nodes = args.min_nodes
+    if not min_nodes:
         return
     REPLACED.parent = parent
     REPLACED.members = members
     REPLACED.peers = peers
     if heartbeat.has_parent():
         return
-    if here.level == "process":
+    if world.level == "process":
         raise UserError(
-            f"--min_nodes needs one process per node, and {here.platform} starts one per rank: start it as python JOB"
+            f"--min_nodes needs one process per node, and {world.platform} starts one per rank: start it as python JOB"
         )
-    if here.world_size == 1 and not args.max_restarts:
+    if world.world_size == 1 and not args.max_restarts:
         raise UserError("--min_nodes is for several nodes or workers, and this is the only one")
-    if least > here.num_nodes:
-        raise UserError(f"--min_nodes {least}, but the job has {count(here.num_nodes, 'node')}")
+    if min_nodes > world.num_nodes:
+        raise UserError(f"--min_nodes {min_nodes}, but the job has {count(world.num_nodes, 'node')}")
     if args.max_restarts:
         raise UserError("with --min_nodes the others go on, and --max_restarts starts all workers again: give one of the two")
 
 
 def parent(args: argparse.Namespace, supervisor: Supervisor) -> ElasticParent:
+    """Return the parent process of a node, for REPLACED.parent."""
     return ElasticParent(supervisor, args.min_nodes, args.output_dir)
 
 
 def members(args: argparse.Namespace, device: torch.device) -> Members:
+    """Return the group of this rank, not yet formed, for REPLACED.members."""
     return Members(args.world.rank, args.world.world_size, device)
 
 
 def peers(args: argparse.Namespace) -> Fixed:
+    """Return the peers of this rank, for REPLACED.peers; they never change if the job has no members."""
     return Elastic(args, GROUP.members) if GROUP.members else Fixed(args)

@@ -36,14 +36,14 @@ class LeadingNode(Protocol):
     address: str  # of this node, as the others reach it
     generation: Generation  # the last one
     causes: list[str]  # what has happened since the last generation, for the log
-    ends: Optional[float]  # since when the workers save and end
+    ending_since: Optional[float]  # since when the workers save and end
 
     @property
     def node(self) -> int: ...
 
     def nodes_of(self, ranks: Iterable[int]) -> set[int]: ...
 
-    def take(self, generation: Generation) -> None: ...
+    def accept(self, generation: Generation) -> None: ...
 
     def stop_job(self, number: int) -> None:
         """Let the workers of all nodes save and stop on this signal."""
@@ -55,47 +55,53 @@ class LeadingNode(Protocol):
 
 
 class Leader:
-    """The part of a parent that leads the job. `after`: the leader before, which is lost; `silent`: it may still run."""
+    """The part of a parent that leads the job. `lost_leader`: the one before; `is_silent`: it may still run."""
 
-    def __init__(self, parent: LeadingNode, after: Optional[int] = None, silent: bool = False):
+    def __init__(self, parent: LeadingNode, lost_leader: Optional[int] = None, is_silent: bool = False):
         self._parent = parent
         self._supervisor = parent.supervisor
-        self._reports: dict[int, NodeReport] = {}  # {node: what it last said of its workers (messages.HERE)}
+        self._reports: dict[int, NodeReport] = {}  # {node: its last report of its workers}
         self._greeted = set(self._connections())
-        self._silent: set[int] = {after} if after is not None and silent else set()  # lost nodes that may still run
-        self._lost: set[int] = set() if after is None else {after}  # lost since the last generation; may be back as new nodes
-        self._gather_until = 0.0 if after is None else time.monotonic() + GATHER_SECONDS
-        self._stops: dict[int, tuple[float, int]] = {}  # {node: (when it was told to stop, by which signal)}
+        self._lost_nodes: set[int] = set()  # nodes lost since the last generation; they may be back as new ones
+        self._silent: set[int] = set()  # those of the lost nodes that may still run
+        if lost_leader is not None:
+            self._lost_nodes.add(lost_leader)
+            if is_silent:
+                self._silent.add(lost_leader)
+        self._gather_until = 0.0 if lost_leader is None else time.monotonic() + GATHER_SECONDS
+        self._stop_requests: dict[int, tuple[float, int]] = {}  # {node: (when a stop signal came for it, the signal)}
         self._leaving: set[int] = set()  # the nodes in _stops that were told that they may leave
-        self._stuck_since = self._short_since = self._sought = 0.0
+        self._stuck_since = self._short_since = self._last_seek = 0.0
         self._tries = 0
         self._lighthouse: Any = None
-        self._kept: list = []  # all earlier lighthouses: to delete one may wait for a host that is cut off
+        self._old_lighthouses: list = []  # all earlier lighthouses: to delete one may wait for a host that is cut off
 
     def _connections(self) -> dict[int, channel.Connection]:
         hub = self._supervisor.loop.hub
         return hub.connections if hub else {}
 
     def hear(self, node: int, report: NodeReport) -> None:
+        """Keep the latest report of a node."""
         self._reports[node] = report
 
-    def told_to_stop(self, node: int, number: int) -> None:
-        self._stops.setdefault(node, (time.monotonic(), number))
+    def note_stop(self, node: int, number: int) -> None:
+        """Note that the platform stops a node with this signal; only the first time counts."""
+        self._stop_requests.setdefault(node, (time.monotonic(), number))
 
-    def lost(self, node: int, silent: bool, how: str) -> None:
-        """Note that a node is lost. `silent`: it may still run; `how`: what is known of the loss, for the log."""
+    def handle_loss(self, node: int, is_silent: bool, description: str) -> None:
+        """Note that a node is lost. `is_silent`: it may still run; `description`: what is known, for the log."""
         parent = self._parent
         report = self._reports.pop(node, None)
         self._greeted.discard(node)
         self._leaving.discard(node)
-        self._lost.add(node)
-        if silent:
+        self._lost_nodes.add(node)
+        if is_silent:
             self._silent.add(node)
-        stop = self._stops.pop(node, None)
+        stop = self._stop_requests.pop(node, None)
         if stop:
             parent.causes.append(f"{self._supervisor.name_of(node)} was told to stop ({signal.Signals(stop[1]).name})")
         elif report and report["workers"]:  # else the end of its workers was reported already
-            parent.causes.append(f"{self._supervisor.name_of(node)} {how}")
+            parent.causes.append(f"{self._supervisor.name_of(node)} {description}")
 
     def lead(self, now: float) -> None:
         """Greet nodes that join, answer stop signals, and begin a generation (group of ranks) if one is due. Called often."""
@@ -106,7 +112,7 @@ class Leader:
             self._greeted.add(node)
         self._seek_node_0(now)
         self._answer_stops(now)
-        if not self._supervisor.loop.stop_signal and parent.ends is None:
+        if not self._supervisor.loop.stop_signal and parent.ending_since is None:
             self._decide(now)
 
     # --- The next generation ---
@@ -115,48 +121,51 @@ class Leader:
         """Form a new group when ranks start, join, are lost or break off a step; wait or stop if too few nodes are left."""
         parent = self._parent
         last = self._parent.generation
-        ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._lost]
-        there = quorum.next_members(last["number"], ranks, self._reports.values())
+        ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._lost_nodes]
+        next_group = quorum.next_members(last["number"], ranks, self._reports.values())
         if last["number"] == 0:
-            if len(there.ranks) == self._supervisor.here.world_size:
-                self._announce(there.ranks, "")
+            if len(next_group.ranks) == self._supervisor.world.world_size:
+                self._announce(next_group.ranks, "")
             return
         if not self._gather(now):
             return
-        self._stuck_since = (self._stuck_since or now) if there.stuck else 0.0
+        self._stuck_since = (self._stuck_since or now) if next_group.stuck else 0.0
         stuck = self._stuck_since and now - self._stuck_since > CASCADE_SECONDS
-        if not there.missing and not there.new and not stuck and len(ranks) == len(last["ranks"]):
+        if not next_group.missing and not next_group.new and not stuck and len(ranks) == len(last["ranks"]):
             return
-        why = [*parent.causes, *(f"{self._supervisor.name_of(node)} has joined" for node in sorted(parent.nodes_of(there.new)))]
-        self._tries = 0 if why else self._tries + 1
-        why = "; ".join(why or ["the connection between two ranks has broken"])
-        before = parent.nodes_of(last["ranks"])
-        now_there = parent.nodes_of(set(there.ranks) - there.new)
-        if not quorum.may_continue(before, now_there, self._silent):
-            of = f"{len(now_there)} of {count(len(before), 'node')}"
-            why += f"; {of} cannot know whether the others go on"
-            self._announce(there.ranks, why, stop=True, writes=last["writes"])  # only that rank saves, if it is here
+        joined = sorted(parent.nodes_of(next_group.new))
+        causes = [*parent.causes, *(f"{self._supervisor.name_of(node)} has joined" for node in joined)]
+        self._tries = 0 if causes else self._tries + 1
+        why = "; ".join(causes or ["the connection between two ranks has broken"])
+        previous_nodes = parent.nodes_of(last["ranks"])
+        remaining_nodes = parent.nodes_of(set(next_group.ranks) - next_group.new)
+        if not quorum.may_continue(previous_nodes, remaining_nodes, self._silent):
+            remaining_text = f"{len(remaining_nodes)} of {count(len(previous_nodes), 'node')}"
+            why += f"; {remaining_text} cannot know whether the others go on"
+            self._announce(next_group.ranks, why, stop=True, writer=last["writes"])  # only that rank saves, if it is here
         elif self._tries > TRIES:
-            self._announce(there.ranks, f"{why}, and {TRIES} tries to connect them have failed", stop=True)
-        elif len(parent.nodes_of(there.ranks)) < parent.min_nodes:
-            self._wait_for_more(there.ranks, why, now)
+            self._announce(next_group.ranks, f"{why}, and {TRIES} tries to connect them have failed", stop=True)
+        elif len(parent.nodes_of(next_group.ranks)) < parent.min_nodes:
+            self._wait_for_more(next_group.ranks, why, now)
         else:
-            self._announce(there.ranks, why, writes=min(set(there.ranks) - there.new, default=None))
+            self._announce(next_group.ranks, why, writer=min(set(next_group.ranks) - next_group.new, default=None))
 
     def _gather(self, now: float) -> bool:
         """Whether a new leader has waited enough for reports of the nodes; nodes that ended or are late are marked as lost."""
+        if not self._gather_until:
+            return True
         parent = self._parent
-        for node, address, port in parent.generation["nodes"] if self._gather_until else ():
-            if node in self._lost or node == parent.node or node in self._reports:
+        for node, address, port in parent.generation["nodes"]:
+            if node in self._lost_nodes or node == parent.node or node in self._reports:
                 continue
             if channel.port_is_closed(address, port):
-                self._lost.add(node)
+                self._lost_nodes.add(node)
                 parent.causes.append(f"{self._supervisor.name_of(node)} is lost")
             elif now < self._gather_until:
                 return False
             else:
                 self._silent.add(node)
-                self._lost.add(node)
+                self._lost_nodes.add(node)
                 parent.causes.append(f"{self._supervisor.name_of(node)} did not come")
         self._gather_until = 0.0
         return True
@@ -164,59 +173,62 @@ class Leader:
     def _wait_for_more(self, ranks: list[int], why: str, now: float) -> None:
         parent = self._parent
         fewer = f"fewer than --min_nodes {parent.min_nodes}"
-        seconds = f"{self._supervisor.join_seconds:.0f} s"
+        limit = f"{self._supervisor.join_seconds:.0f} s"
         if not self._short_since:
             self._short_since = now
-            self._supervisor.say(f"{why}; {fewer} remain: waiting for others up to {seconds} (--join_seconds)")
+            self._supervisor.say(f"{why}; {fewer} remain: waiting for others up to {limit} (--join_seconds)")
         if now - self._short_since > self._supervisor.join_seconds:
-            self._announce(ranks, f"{why}; {fewer} remained for {seconds}", stop=True)
+            self._announce(ranks, f"{why}; {fewer} remained for {limit}", stop=True)
 
-    def _announce(self, ranks: list[int], why: str, stop: bool = False, writes: Optional[int] = None) -> None:
+    def _announce(self, ranks: list[int], why: str, stop: bool = False, writer: Optional[int] = None) -> None:
         """Send the next generation (group of ranks), with these ranks, to all nodes. `stop`: the run is to end.
-        `writes`: the rank that writes the files from now on, if the one before is lost; None: the first of the ranks."""
+        `writer`: the rank that writes the files if the one before is lost; None: the first of the ranks."""
         parent = self._parent
         last = self._parent.generation
         if self._lighthouse:
             threading.Thread(target=self._lighthouse.shutdown, daemon=True).start()
-            self._kept.append(self._lighthouse)
+            self._old_lighthouses.append(self._lighthouse)
         self._lighthouse = None if stop else quorum.lighthouse(parent.address, len(ranks))
-        still_there = last["writes"] in ranks and not parent.nodes_of([last["writes"]]) & self._lost
+        if last["writes"] in ranks and not parent.nodes_of([last["writes"]]) & self._lost_nodes:
+            writer = last["writes"]
+        elif writer is None:
+            writer = min(ranks, default=0)
         self._short_since = 0.0
         self._stuck_since = 0.0
         self._silent = set()
-        self._lost = set()
+        self._lost_nodes = set()
         hub = self._supervisor.loop.hub
-        nodes = [[parent.node, parent.address, _listens(self._supervisor.hello)]]
+        nodes = [[parent.node, parent.address, _leader_port(self._supervisor.hello)]]
         if hub:
-            nodes += [[node, at.peer, _listens(hub.hellos[node])] for node, at in hub.connections.items()]
+            nodes += [[node, connection.peer, _leader_port(hub.hellos[node])] for node, connection in hub.connections.items()]
         number = 1 + max([last["number"], *(report["generation"] for report in self._reports.values())])
         generation: Generation = {
             "number": number, "ranks": ranks, "why": why[:8000], "stop": stop,
             "changes": [*last["changes"][1 - CHANGES :], [number, why[:8000]]],
-            "writes": last["writes"] if still_there else min(ranks, default=0) if writes is None else writes,
+            "writes": writer,
             "lighthouse": quorum.address_of(self._lighthouse, parent.address),
             "nodes": nodes,
         }  # fmt: skip
         if hub:
             hub.send(generation=generation)
-        parent.take(generation)
+        parent.accept(generation)
 
     # --- Nodes that leave, and node 0 ---
 
     def _answer_stops(self, now: float) -> None:
         """Stop the job if too few nodes would remain without those told to stop; else let these leave after STOP_SECONDS."""
         parent = self._parent
-        if not self._stops or self._supervisor.loop.stop_signal:
+        if not self._stop_requests or self._supervisor.loop.stop_signal:
             return
-        remaining = {parent.node, *self._connections()} - set(self._stops)
+        remaining = {parent.node, *self._connections()} - set(self._stop_requests)
         if len(remaining) < parent.min_nodes:
-            parent.stop_job(next(number for _, number in self._stops.values()))
-        elif now - min(since for since, _ in self._stops.values()) > STOP_SECONDS:
-            for node in set(self._stops) - {parent.node} - self._leaving:
+            parent.stop_job(next(number for _, number in self._stop_requests.values()))
+        elif now - min(since for since, _ in self._stop_requests.values()) > STOP_SECONDS:
+            for node in set(self._stop_requests) - {parent.node} - self._leaving:
                 self._connections()[node].tell(leave=True)
                 self._leaving.add(node)
-            if parent.node in self._stops:
-                number = self._stops[parent.node][1]
+            if parent.node in self._stop_requests:
+                number = self._stop_requests[parent.node][1]
                 why = f"{self._supervisor.name_of(parent.node)} was told to stop ({signal.Signals(number).name})"
                 for connection in self._connections().values():
                     connection.tell(cause=why)
@@ -224,23 +236,24 @@ class Leader:
 
     def _seek_node_0(self, now: float) -> None:
         """While node 0 is lost, try every SEEK_SECONDS to tell it which node leads: once restarted, it waits for the others."""
-        if self._parent.node and 0 not in self._connections() and now - self._sought > SEEK_SECONDS:
-            self._sought = now
-            threading.Thread(target=self._tell_node_0, daemon=True).start()
+        if self._parent.node and 0 not in self._connections() and now - self._last_seek > SEEK_SECONDS:
+            self._last_seek = now
+            threading.Thread(target=self._redirect_node_0, daemon=True).start()
 
-    def _tell_node_0(self):
+    def _redirect_node_0(self):
+        """Join node 0 as a node that knows the leader, so that it follows. Errors are ignored."""
         parent = self._parent
         with contextlib.suppress(OSError, channel.ConnectionLost, UserError):
-            place = self._supervisor.here.master_addr, self._supervisor.here.master_port
-            connection = channel.Connection(socket.create_connection(place, timeout=SEEK_SECONDS))
+            node_0_address = self._supervisor.world.master_addr, self._supervisor.world.master_port
+            connection = channel.Connection(socket.create_connection(node_0_address, timeout=SEEK_SECONDS))
             channel.prove(connection, self._supervisor.key)
-            listens = _listens(self._supervisor.hello)
-            more = {"listens": listens, "leads": [parent.address, listens]}
+            port = _leader_port(self._supervisor.hello)
+            more = {"listens": port, "leads": [parent.address, port]}
             connection.send(**{**self._supervisor.hello, "more": more}, clock=time.time())
             connection.wait(SEEK_SECONDS)
             connection.close()
 
 
-def _listens(hello: dict[str, Any]) -> int:
+def _leader_port(hello: dict[str, Any]) -> int:
     """Return the port at which a node listens if it has to lead."""
     return hello["more"]["listens"]

@@ -28,9 +28,9 @@ from torch.distributed import distributed_c10d
 from common import devices, moments
 from common.alive import heartbeat
 from common.elastic import quorum
-from common.elastic.stream import of_stream
+from common.elastic.stream import read_stream
 from common.errors import UserError, one_line
-from common.ranks.collectives import AtOnce, RanksChanged, Stopped
+from common.ranks.collectives import ExitAtOnce, RanksChanged, Stopped
 
 ADDRESS = "ANYRANK_ADDRESS"  # of this node, as the others reach it: set by its parent
 COMES_LATER = "ANYRANK_COMES_LATER"  # set by the parent of a node that joins a run under way
@@ -50,21 +50,21 @@ class Members:
         self.size = size
         self.writes = False  # whether this rank shows the progress and writes the files
         self.news = ""  # which nodes were lost or have joined since the last step that counted
-        self._told = 0  # the generation of the last step that counted
+        self._counted_number = 0  # the generation of the last step that counted
         self.comes_later = COMES_LATER in os.environ  # whether this rank joins a run that is under way
-        self._name = rank  # in the job, which never changes
+        self._job_rank = rank  # its rank in the job, which never changes
         self._device = device
         self._number = 0  # of the last generation that this rank has tried
         self._pulse = heartbeat.of_this_process()
         self._manager: Any = None  # torchft's
         self._group: Any = None
-        self._kept: list = []  # all groups and managers so far: to delete one waits for members that may be cut off
-        moments.listen(AtOnce())
+        self._old_groups: list = []  # all groups and managers so far: deleting one waits for members, which may be cut off
+        moments.listen(ExitAtOnce())
 
-    def form(self, place: int, state: Callable[[], dict], take: Callable[[dict], None]) -> None:
+    def form(self, progress: int, get_state: Callable[[], dict], load_state: Callable[[dict], None]) -> None:
         """Become a member of the next generation (group of ranks); return when it works. Raise Stopped if the run is to end.
 
-        `place`: how far this rank is. A rank that is behind calls `take` with the `state()` of the rank that is furthest.
+        `progress`: how far this rank is. One that is behind calls `load_state` with `get_state()` of the furthest.
         """
         _group_class(self._device)  # raises an error at once, if torchft has none
         while True:
@@ -72,56 +72,60 @@ class Members:
             received: list[dict] = []
             formed: list[tuple] = []
             faults: list[str] = []
-            attempt = threading.Thread(target=self._try, args=(offer, place, state, received, formed, faults), daemon=True)
-            attempt.start()
-            while attempt.is_alive() and not self.changed():
-                attempt.join(SHORTEST_NAP * 10)
-            if formed and not self.changed():
+            thread = threading.Thread(
+                target=self._try, args=(offer, progress, get_state, received, formed, faults), daemon=True
+            )
+            thread.start()
+            while thread.is_alive() and not self.has_changed():
+                thread.join(SHORTEST_NAP * 10)
+            if formed and not self.has_changed():
                 break
-            if faults and not self.changed():  # mostly because a member has just died, which the parents report
-                print(f"warning: rank {self._name} could not join the others: {faults[0]}", file=sys.stderr, flush=True)
+            if faults and not self.has_changed():  # mostly because a member has just died, which the parents report
+                print(f"warning: rank {self._job_rank} could not join the others: {faults[0]}", file=sys.stderr, flush=True)
         if self._manager:
             threading.Thread(target=self._manager.shutdown, args=(False,), daemon=True).start()
         ((self._manager, self._group),) = formed
-        self.rank = offer["ranks"].index(self._name)
+        self.rank = offer["ranks"].index(self._job_rank)
         self.size = len(offer["ranks"])
-        self.news = "; ".join(why for number, why in offer["changes"] if number > self._told and why)
+        self.news = "; ".join(why for number, why in offer["changes"] if number > self._counted_number and why)
         if received:
-            take(received[0])
+            load_state(received[0])
 
     def _next_offer(self):
         """Wait until the parents offer a new generation (group of ranks), and return it; raise Stopped if the run is to end."""
         self._pulse.put("wanted", self._number + 1)
-        while not self.changed():
+        while not self.has_changed():
             if self.told_to_stop():
                 raise Stopped
             time.sleep(LONGEST_NAP)
         offer = json.loads(Path(f"{os.environ[heartbeat.FILES]}.generation").read_text())
         self._number = offer["number"]
-        self.writes = offer["writes"] == self._name
+        self.writes = offer["writes"] == self._job_rank
         if offer["stop"]:
             raise Stopped(offer["why"])
         return offer
 
-    def _try(self, offer: dict[str, Any], place: int, state: Any, received: Any, formed: list, faults: list[str]) -> None:
+    def _try(
+        self, offer: dict[str, Any], progress: int, get_state: Any, received: Any, formed: list, faults: list[str]
+    ) -> None:
         """Form a group: append (manager, group) to `formed`, or an error to `faults`. Run in a thread, as it may never end."""
         address = os.environ[ADDRESS]
         try:
             devices.use(self._device)
             store = _store(address)
             group = _group_class(self._device)(timeout=CONNECT_SECONDS)
-            self._kept += [group, store]
+            self._old_groups += [group, store]
             manager = _manager_class(address)(
-                pg=group, state_dict=state, load_state_dict=received.append, min_replica_size=1, use_async_quorum=False,
+                pg=group, state_dict=get_state, load_state_dict=received.append, min_replica_size=1, use_async_quorum=False,
                 timeout=STATE_SECONDS, quorum_timeout=FOREVER, connect_timeout=CONNECT_SECONDS, rank=0, world_size=1,
                 store_addr=address, store_port=store.port, lighthouse_addr=offer["lighthouse"], hostname=quorum.in_url(address),
-                replica_id=f"{self._name:08d}", checkpoint_transport=_transport(address),
+                replica_id=f"{self._job_rank:08d}", checkpoint_transport=_transport(address),
             )  # fmt: skip
-            self._kept.append(manager)
-            manager.load_state_dict({"step": place, "batches_committed": 0})
+            self._old_groups.append(manager)
+            manager.load_state_dict({"step": progress, "batches_committed": 0})
             manager.start_quorum()
             if not manager.errored() and manager.num_participants() == len(offer["ranks"]):
-                self._kept.append(group.parent)
+                self._old_groups.append(group.parent)
                 formed.append((manager, group.parent))
             else:
                 faults.append(one_line(manager.errored() or "not all of them came"))
@@ -131,50 +135,56 @@ class Members:
     def note_step(self) -> None:
         """Note that all ranks of the group have finished a step. Clear `news`, the nodes lost or joined before that step."""
         self.news = ""
-        self._told = self._number
+        self._counted_number = self._number
 
     @contextlib.contextmanager
     def without_others(self) -> Iterator[None]:
         """Within this context, have rank 0 and size 1, to compute alone what the other members have finished already."""
-        present = self.rank, self.size
+        saved = self.rank, self.size
         self.rank = 0
         self.size = 1
         try:
             yield
         finally:
-            self.rank, self.size = present
+            self.rank, self.size = saved
 
     def told_to_stop(self) -> int:
         """Return the signal by which the job is stopped, or 0."""
         return self._pulse.get("stop")
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether the parents offer a new generation (group of ranks) that this rank has not tried to join yet."""
         return self._pulse.get("offered") > self._number
 
     # --- Collectives of the present members ---
 
-    def all_to_all(self, taken: torch.Tensor, given: torch.Tensor, taken_sizes: list[int], given_sizes: list[int]) -> "Work":
-        how = _with_timeout(distributed_c10d.AllToAllOptions())
-        return Work(self, lambda group: group.alltoall_base(taken, given, taken_sizes, given_sizes, how))
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
+    ) -> "Work":
+        """Begin torch.distributed.all_to_all_single() among the members."""
+        options = _with_timeout(distributed_c10d.AllToAllOptions())
+        return Work(self, lambda group: group.alltoall_base(received, sent, received_sizes, sent_sizes, options))
 
-    def all_gather(self, everything: torch.Tensor, own: torch.Tensor) -> "Work":
-        how = _with_timeout(distributed_c10d.AllgatherOptions())
-        return Work(self, lambda group: group._allgather_base(everything, own, how))
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> "Work":
+        """Begin torch.distributed.all_gather_into_tensor() among the members."""
+        options = _with_timeout(distributed_c10d.AllgatherOptions())
+        return Work(self, lambda group: group._allgather_base(output, tensor, options))
 
     def all_reduce(self, tensor: torch.Tensor) -> "Work":
-        how = _with_timeout(distributed_c10d.AllreduceOptions())
-        return Work(self, lambda group: group.allreduce([tensor], how))
+        """Begin to sum the tensors of all members, in place."""
+        options = _with_timeout(distributed_c10d.AllreduceOptions())
+        return Work(self, lambda group: group.allreduce([tensor], options))
 
     def sum(self, tensor: torch.Tensor) -> None:
+        """Sum the tensors of all members, in place; raise RanksChanged if a member was lost or has joined."""
         self.all_reduce(tensor).wait()
 
-    def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all members, in the order of their ranks; all must have the same shape."""
-        flat = own.to(self._device).contiguous().view(-1)
-        everything = flat.new_empty(self.size * flat.numel())
-        self.all_gather(everything, flat).wait()
-        return list(everything.view(self.size, *own.shape).to(own.device))
+        flat = tensor.to(self._device).contiguous().view(-1)
+        output = flat.new_empty(self.size * flat.numel())
+        self.all_gather(output, flat).wait()
+        return list(output.view(self.size, *tensor.shape).to(tensor.device))
 
 
 class Work:
@@ -187,17 +197,18 @@ class Work:
             self._work = begin(members._group)
 
     def wait(self) -> None:
+        """Wait until the collective has ended; raise RanksChanged if it failed or the members change."""
         nap = SHORTEST_NAP
         while self._work is not None and not self._work.is_completed():
-            if self._members.changed():
+            if self._members.has_changed():
                 raise RanksChanged
             time.sleep(nap)
             nap = min(LONGEST_NAP, nap * 1.1)
         try:
-            done = self._work is not None and self._work.wait()
+            is_done = self._work is not None and self._work.wait()
         except RuntimeError:  # the connection to a member has broken
-            done = False
-        if not done:
+            is_done = False
+        if not is_done:
             raise RanksChanged
 
 
@@ -216,6 +227,7 @@ def torchft() -> Any:
 
 
 def _group_class(device: torch.device) -> Any:
+    """Return torchft's class of process groups for the device; raise UserError if it has none."""
     backend = devices.collectives_of(device)
     name = "ProcessGroupGloo" if backend == "gloo" else f"ProcessGroup{backend.upper()}"
     if not hasattr(torchft().process_group, name):
@@ -241,10 +253,10 @@ def _manager_class(address: str) -> Any:
     module = torchft().manager
     from torchft.coordination import ManagerServer
 
-    def here(**how: Any) -> Any:
-        return ManagerServer(**{**how, "bind": f"{quorum.in_url(address)}:0"})
+    def server_at_address(**options: Any) -> Any:
+        return ManagerServer(**{**options, "bind": f"{quorum.in_url(address)}:0"})
 
-    module.ManagerServer = here
+    module.ManagerServer = server_at_address
     return module.Manager
 
 
@@ -278,7 +290,7 @@ def _transport(address: str) -> Any:
         def _load_from_address(cls, address: str, timeout: datetime.timedelta) -> Any:
             without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             with without_proxy.open(address, timeout=timeout.total_seconds()) as answer:
-                return of_stream(answer)
+                return read_stream(answer)
 
     transport = OfThisNode(timeout=STATE_SECONDS, num_chunks=0)
     transport._server.RequestHandlerClass.log_message = lambda *_: None  # type: ignore[method-assign]

@@ -31,13 +31,13 @@ NONE_YET: Generation = {
 }  # fmt: skip
 
 # What a node says of its workers: [rank, generation that it waits for] of each that runs, and the ranks that are done.
-HERE = record(workers=several(each(RANK, STEPS)), done=several(RANK), generation=STEPS)
+NODE_REPORT = record(workers=several(each(RANK, STEPS)), done=several(RANK), generation=STEPS)
 GENERATION = record(
     number=STEPS, ranks=several(RANK), writes=RANK, lighthouse=text(200), why=text(8000), stop=is_bool,
     changes=several(each(STEPS, text(8000)), 100),
     nodes=several(each(RANK, is_address, PORT)),
 )  # fmt: skip
 FORMS = {
-    "here": HERE, "cause": text(4000), "generation": GENERATION, "leave": is_true, "excluded": is_true,
+    "here": NODE_REPORT, "cause": text(4000), "generation": GENERATION, "leave": is_true, "excluded": is_true,
     "elsewhere": each(is_address, PORT),
 }  # fmt: skip

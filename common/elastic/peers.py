@@ -22,6 +22,8 @@ from common.run.peers import Fixed, Wanted
 
 
 class Elastic(Fixed):
+    """The peers of a rank in an elastic job: the group is formed again when one is lost or joins."""
+
     each_has_a_ledger = False  # the rank that writes notes the samples of all ranks
     _run: Run  # from meet() on
 
@@ -33,8 +35,8 @@ class Elastic(Fixed):
         self.size = members.size
         self.shows = self.rank == 0 and not members.comes_later
         self.may_write = True
-        self._together = self._behind = False  # whether work of all ranks is under way; whether the others have done it
-        self._counted: Any = None  # (epoch, consumed, ids of all ranks) of the last step
+        self._is_together = self._is_behind = False  # whether work of all ranks is under way; whether the others have done it
+        self._last_step: Any = None  # (epoch, consumed, ids of all ranks) of the last step
 
     def find(self, look: Callable[[], Optional[restore.Checkpoint]], identity: dict) -> Optional[restore.Checkpoint]:
         return look() if self.shows else None  # the other ranks get the state of this one
@@ -46,21 +48,23 @@ class Elastic(Fixed):
                 "jobs/train_imagenet.py"
             )
         self._run = run
-        run.shares.before_it_counts = self._exchange
+        run.shares.before_step_counts = self._exchange
         self._form()
 
     def _form(self):
         """Join the next group of ranks; if the run is to stop instead, stop it and exit."""
         run = self._run
-        here = self._run.position
+        position = self._run.position
         run.enter("join")
-        place = 2 * here.total_steps + (here.total_steps > 0 and here.consumed == 0)  # a finished evaluation counts as well
+        progress = 2 * position.total_steps
+        if position.total_steps > 0 and position.consumed == 0:  # a finished evaluation counts as well
+            progress += 1
         try:
-            self._members.form(place, self._to_hand_over, self._take)
+            self._members.form(progress, self._state_to_send, self._load_state)
         except collectives.Stopped as stop:
-            self._counted = None  # the others may go on, and their ledger then has this step
+            self._last_step = None  # the others may go on, and their ledger then has this step
             self._write_if_chosen()
-            run.plan = run.plan if run.plan.resumed_at else dataclasses.replace(run.plan, resumed_at=here)
+            run.plan = run.plan if run.plan.resumed_at else dataclasses.replace(run.plan, resumed_at=position)
             if number := self._members.told_to_stop():
                 run.stop_on(number)
             run.stop(str(stop), TrainingFailed.exit_code)
@@ -78,50 +82,57 @@ class Elastic(Fixed):
     def together(self, work: Callable, *arguments: object) -> Any:
         """Return the result of `work`, of which each rank does a part; do it again if the ranks change meanwhile."""
         deal_tests = self._run.shares.deal_tests
-        self._together = True
-        self._behind = False
+        self._is_together = True
+        self._is_behind = False
         while True:
             try:
-                with self._members.without_others() if self._behind else contextlib.nullcontext():
+                with self._members.without_others() if self._is_behind else contextlib.nullcontext():
                     deal_tests()
                     result = work(*arguments)
                 deal_tests()
-                self._together = False
+                self._is_together = False
                 return result
             except collectives.RanksChanged:
                 self._form()
 
-    def _to_hand_over(self):
+    def _state_to_send(self):
+        """Return the state of the run for a rank that is behind or new."""
         state = checkpoint.snapshot(self._run.state())
-        return {"state": state, "about": manifest_of(self._run), "counted": self._counted}
+        return {"state": state, "about": manifest_of(self._run), "counted": self._last_step}
 
-    def _take(self, given: dict[str, Any]) -> None:
+    def _load_state(self, received: dict[str, Any]) -> None:
+        """Load the state of another rank, unless only an evaluation is missing here."""
         run = self._run
-        about = given["about"]
-        if self._together and about["total_steps"] == run.position.total_steps:
-            self._behind = True  # by an evaluation only: this rank repeats it alone, and then closes the epoch, too
+        about = received["about"]
+        if self._is_together and about["total_steps"] == run.position.total_steps:
+            self._is_behind = True  # by an evaluation only: this rank repeats it alone, and then closes the epoch, too
             return
         restore.refuse_another_run(about, run.saving.identity, "what the other nodes train")
-        run.load(given["state"], about, "the state of the other nodes")
-        self._counted = given["counted"]
+        run.load(received["state"], about, "the state of the other nodes")
+        self._last_step = received["counted"]
 
     def _exchange(self):
         """Agree on a due stop or save; for --ledger, gather all ranks' sample ids. Called before each step takes effect."""
         run = self._run
         gather = self._members.gather
-        self.agreement.exchange(lambda own: torch.stack(gather(torch.tensor(own, dtype=torch.float64))).amax(dim=0).tolist())
+
+        def maximum(values: list[float]) -> list[float]:
+            gathered = gather(torch.tensor(values, dtype=torch.float64))
+            return torch.stack(gathered).amax(dim=0).tolist()
+
+        self.agreement.exchange(maximum)
         ids = run.sample_ids
         if run.args.ledger:
             padded = torch.full((run.sampler.global_batch,), -1)
             padded[: len(ids)] = ids
             ids = torch.cat(gather(padded))
-        self._counted = [run.position.epoch, run.position.consumed, ids[ids >= 0]]
+        self._last_step = [run.position.epoch, run.position.consumed, ids[ids >= 0]]
 
     def agree_after_step(self) -> Wanted:
         return self.agreement.wanted  # exchanged before the step has counted
 
     def samples_of_step(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._counted[2]
+        return self._last_step[2]
 
     def note_step(self) -> None:
         if news := self._members.news:
@@ -137,10 +148,10 @@ class Elastic(Fixed):
             run.side_files.writes = run.side_files.shows = True
             run.tell(Observer.takes_over)
             run.saving.take_over()
-            run.evidence.keep(self.rank, attempt=True, ledger=True)
+            run.evidence.keep(self.rank, needs_attempt=True, needs_ledger=True)
             if run.plan.resumed_at:
                 run.tell(Observer.began, about=facts_of_this_start(run, "the state of the other nodes"))
-        if self._counted:  # the rank that noted it may be lost; a new start in the ledger lets it count once
-            epoch, consumed, ids = self._counted
+        if self._last_step:  # the rank that noted it may be lost; a new start in the ledger lets it count once
+            epoch, consumed, ids = self._last_step
             run.evidence.begin(epoch, consumed)
             run.evidence.note_step_counts(epoch, consumed, ids)

@@ -25,7 +25,7 @@ def next_members(generation: int, last: list[int], reports: Iterable[NodeReport]
     stuck = False
     done = set()
     for report in reports:
-        waiting = {rank for rank, wanted in report["workers"] if wanted > (generation if rank in last else 0)}
+        waiting = {rank for rank, awaited in report["workers"] if awaited > (generation if rank in last else 0)}
         living = {rank for rank, _ in report["workers"]}
         done |= set(report["done"])
         stuck = stuck or bool(waiting & set(last))
@@ -36,23 +36,23 @@ def next_members(generation: int, last: list[int], reports: Iterable[NodeReport]
     return NextMembers(sorted(ranks), set(last) - set(ranks) - done, set(ranks) - set(last), stuck)
 
 
-def may_continue(before: set[int], now: set[int], silent: set[int]) -> bool:
-    """Whether the nodes `now` may go on. If some of `before` are silent, `now` must be over half of all that may still run."""
-    still_count = before & (now | silent)
-    return not silent & before or 2 * len(before & now) > len(still_count)
+def may_continue(previous: set[int], remaining: set[int], silent_nodes: set[int]) -> bool:
+    """Whether `remaining` may go on: if nodes of `previous` are silent, over half of what may run must remain."""
+    counted_nodes = previous & (remaining | silent_nodes)
+    return not silent_nodes & previous or 2 * len(previous & remaining) > len(counted_nodes)
 
 
-def lighthouse(address: str, ranks: int) -> Any:
-    """Start and return torchft's server at which the `ranks` members of a new group meet; it waits for all of them."""
+def lighthouse(address: str, size: int) -> Any:
+    """Start and return torchft's server at which the members of a new group meet; it waits for `size` of them."""
     from torchft.coordination import LighthouseServer
 
-    never = 24 * 3600 * 1000
+    unlimited_ms = 24 * 3600 * 1000
     return LighthouseServer(
         bind=f"{in_url(address)}:0",
-        min_replicas=max(1, ranks),
-        join_timeout_ms=never,
+        min_replicas=max(1, size),
+        join_timeout_ms=unlimited_ms,
         quorum_tick_ms=10,
-        heartbeat_timeout_ms=never,
+        heartbeat_timeout_ms=unlimited_ms,
     )
 
 

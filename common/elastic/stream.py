@@ -25,14 +25,16 @@ class _Entries(Unpickler):
     dispatch: ClassVar[Any] = {**Unpickler.dispatch, pickle.NEWOBJ[0]: _new, pickle.BUILD[0]: _fill}
 
 
-def of_stream(file: BinaryIO) -> Any:
+def read_stream(file: BinaryIO) -> Any:
     """Return what was sent: a list of records, and then their bytes. Refused if it is not of this form."""
     records = {}
     entries = _Entries(file, lambda key, size: torch.empty(0)).load()
     if type(entries) is not list:
         raise Refused("it begins with no list")
     for entry in entries:
-        key, length = (entry.get(name) if type(entry) is dict else None for name in ("key", "length"))
+        fields = entry if type(entry) is dict else {}
+        key = fields.get("key")
+        length = fields.get("length")
         if type(key) is not str or key in records or type(length) is not int or not 0 <= length < 2**62:
             raise Refused("its list of records is none")
         records[key] = file.read(length)

@@ -63,19 +63,20 @@ class Shares:
         self._group = collectives.current()
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         self._device = self._weights[0].device
-        self._averaged = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        self._buffers = [*self._averaged, *(buffer for buffer in model.buffers() if not buffer.is_floating_point())]
+        self._float_buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        self._buffers = [*self._float_buffers, *(buffer for buffer in model.buffers() if not buffer.is_floating_point())]
         self._in_order = in_order
         if in_order and not devices.is_accelerator(self._device):
             torch.set_num_threads(1)  # sums over two threads have other bits than over one
         self.passes = 1  # backward passes for each share
-        self.interrupted = False  # whether the ranks have changed in this step, which is then repeated
-        self.before_it_counts: Optional[Callable[[], None]] = None  # called before a step counts
+        self.was_interrupted = False  # whether the ranks have changed in this step, which is then repeated
+        self.before_step_counts: Optional[Callable[[], None]] = None  # called before a step counts
         self._deal(args.shares or self._group.size)
         for weight in self._weights:
             weight.register_post_accumulate_grad_hook(self._on_gradient)
 
     def deal_again(self) -> None:
+        """Deal the same number of shares to the ranks that take part by now."""
         self._deal(self.number)
 
     def _deal(self, shares: int) -> None:
@@ -91,68 +92,73 @@ class Shares:
             )
         self.deal_tests()
         self.number = shares
-        self._own = sums.shares_of(rank, ranks, shares)
-        self.interrupted = False
-        self._sampler.deal(self._own, shares, self._global_batch or self._args.batch_size * shares)
+        self._own_shares = sums.shares_of(rank, ranks, shares)
+        self.was_interrupted = False
+        self._sampler.deal(self._own_shares, shares, self._global_batch or self._args.batch_size * shares)
         self._loss = torch.zeros((), device=self._device)
-        groups = [*_together(self._weights[::-1]), *_together([*self._averaged, self._loss])]
+        groups = [*_group_tensors(self._weights[::-1]), *_group_tensors([*self._float_buffers, self._loss])]
         kind = sums.Part if self._in_order else sums.AnyOrder
         self._parts = [kind(tensors, shares, self._group) for tensors in groups]
         self._part_of = {tensor: part for part in self._parts for tensor in part.tensors}
 
     def deal_tests(self) -> None:
+        """Deal the samples of the evaluation to the ranks."""
         self._test_sampler.shard(self._group.rank, self._group.size, whole_batches=True)
 
     @property
     def first_line(self) -> str:
-        many = self.number
+        """The line about the shares with which a log begins."""
+        count = self.number
         size = self._sampler.global_batch // self.number
         if not self._in_order:
-            return f"{many} shares of {size} samples, for 1 to {many} ranks; the bits of the result depend on who takes part"
-        threads = "" if devices.is_accelerator(self._device) else " with one thread, as CPUs add in another order with more"
+            return f"{count} shares of {size} samples, for 1 to {count} ranks; the bits of the result depend on who takes part"
+        unit = "one device"
+        if not devices.is_accelerator(self._device):
+            unit = "one thread, as CPUs add in another order with more"
         return (
-            f"exact: {many} shares of {size} samples, the same bits on 1 to {many} ranks, each{threads or ' with one device'}; "
+            f"exact: {count} shares of {size} samples, the same bits on 1 to {count} ranks, each with {unit}; "
             "a new run needs --shares for the most ranks that will ever take part"
         )
 
     def learning_rate(self, run: Any) -> float:
+        """Return --lr, grown with the global batch of the run."""
         return self._args.lr * arguments.growth(self._args, run.global_batch)
 
     def of(self, batch: Sequence[torch.Tensor], samples_seen: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield this rank's batch share by share. Before each, reset the buffers, set .grad to None and seed the generators."""
-        without_average = getattr(self._model, "no_sync", contextlib.nullcontext)  # of DistributedDataParallel
-        self._before = [buffer.clone() for buffer in self._buffers]
-        self._added = set()
-        self._sent = 0
-        for share, tensors in zip(self._own, zip(*(tensor.tensor_split(len(self._own)) for tensor in batch))):
+        no_sync = getattr(self._model, "no_sync", contextlib.nullcontext)  # of DistributedDataParallel
+        self._saved_buffers = [buffer.clone() for buffer in self._buffers]
+        self._complete_parts = set()
+        self._sent_count = 0
+        for share, tensors in zip(self._own_shares, zip(*(tensor.tensor_split(len(self._own_shares)) for tensor in batch))):
             self._share = share
-            self._passed = dict.fromkeys(self._parts, 0)
-            if self._buffers and share != self._own[0]:
-                torch._foreach_copy_(self._buffers, self._before)
+            self._pass_counts = dict.fromkeys(self._parts, 0)
+            if self._buffers and share != self._own_shares[0]:
+                torch._foreach_copy_(self._buffers, self._saved_buffers)
             for weight in self._weights:
                 weight.grad = None
             seed_step(self._args.seed, samples_seen, share)
-            with without_average():
+            with no_sync():
                 yield tensors
 
     def _on_gradient(self, weight: torch.Tensor) -> None:
         """Hook after each gradient: in this rank's last share, begin to send complete groups of gradients, in their order."""
-        if self._share != self._own[-1] or self.number == 1:
+        if self._share != self._own_shares[-1] or self.number == 1:
             return
         part = self._part_of[weight]
-        self._passed[part] += 1
-        if self._passed[part] == len(part.tensors) * self.passes:
+        self._pass_counts[part] += 1
+        if self._pass_counts[part] == len(part.tensors) * self.passes:
             part.add(self._share, [tensor.grad for tensor in part.tensors])
-            self._added.add(part)
+            self._complete_parts.add(part)
             self._send()
-        elif part in self._added:
+        elif part in self._complete_parts:
             raise RuntimeError(f"a share has more backward passes than shares.passes, which is {self.passes}")
 
     def _send(self):
         """Send the complete groups up to the first that is incomplete, so that all ranks send in the same order."""
-        while self._sent < len(self._parts) and self._parts[self._sent] in self._added:
-            self._parts[self._sent].send()
-            self._sent += 1
+        while self._sent_count < len(self._parts) and self._parts[self._sent_count] in self._complete_parts:
+            self._parts[self._sent_count].send()
+            self._sent_count += 1
 
     @torch.no_grad()
     def mean(self, loss: torch.Tensor) -> Optional[torch.Tensor]:
@@ -160,39 +166,42 @@ class Shares:
         float buffers the means over all shares of all ranks, and return the mean loss, or None if the ranks have changed."""
         if self.number == 1:
             return loss.detach()
-        before = self._before[: len(self._averaged)]
-        changes = torch._foreach_sub(self._averaged, before) if before else ()
+        saved_buffers = self._saved_buffers[: len(self._float_buffers)]
+        changes = torch._foreach_sub(self._float_buffers, saved_buffers) if saved_buffers else ()
         values: dict[torch.Tensor, Optional[torch.Tensor]] = {weight: weight.grad for weight in self._weights}
-        values.update(zip(self._averaged, changes))
+        values.update(zip(self._float_buffers, changes))
         values[self._loss] = loss.detach()
         for part in self._parts:
-            if part not in self._added:
+            if part not in self._complete_parts:
                 part.add(self._share, [values[tensor] for tensor in part.tensors])
-        if self._share != self._own[-1]:
+        if self._share != self._own_shares[-1]:
             return None
         try:
             means = self._exchange()
         except RanksChanged:  # the step has no result, and has changed nothing
-            self.interrupted = True
-            if before:
-                torch._foreach_copy_(self._buffers, self._before)
+            self.was_interrupted = True
+            if saved_buffers:
+                torch._foreach_copy_(self._buffers, self._saved_buffers)
             return None
         for weight in self._weights:
             weight.grad = means[weight]
-        if before:
-            torch._foreach_copy_(self._averaged, torch._foreach_add(before, [means[buffer] for buffer in self._averaged]))
+        if saved_buffers:
+            torch._foreach_copy_(
+                self._float_buffers, torch._foreach_add(saved_buffers, [means[buffer] for buffer in self._float_buffers])
+            )
         return means[self._loss].clone()
 
     def _exchange(self):
-        if self._group.changed():
+        """Return {tensor: its mean over all shares}; raise RanksChanged if a rank was lost or has joined."""
+        if self._group.has_changed():
             raise RanksChanged
-        self._added = set(self._parts)
+        self._complete_parts = set(self._parts)
         self._send()
         for part in self._parts:
             part.finish()
         means = {tensor: mean for part in self._parts for tensor, mean in zip(part.tensors, part.means())}
-        if self.before_it_counts:
-            self.before_it_counts()
+        if self.before_step_counts:
+            self.before_step_counts()
         return means
 
     def state_dict(self) -> dict[str, int]:
@@ -206,13 +215,13 @@ class Shares:
         self._deal(state["number"])
 
 
-def _together(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _group_tensors(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Split the tensors, in their order, into lists of one dtype, each of which is full once it has PART_BYTES."""
     groups: list[list[torch.Tensor]] = []
     for tensor in tensors:
         last = groups[-1] if groups else []
-        full = sum(other.nbytes for other in last) >= PART_BYTES
-        if not last or full or last[-1].dtype != tensor.dtype:
+        is_full = sum(member.nbytes for member in last) >= PART_BYTES
+        if not last or is_full or last[-1].dtype != tensor.dtype:
             groups.append(last := [])
         last.append(tensor)
     return groups

@@ -33,10 +33,10 @@ def grow(roots: list[Root], root: Root, shares: int, add: Callable[[Any, Any], A
     roots.append((level, index, value))
 
 
-def places(own: range, shares: int) -> list[tuple[int, int]]:
-    """Return [(level, index)] of the subtrees that a rank is left with after adding up its `own` shares, out of `shares`."""
+def subtree_positions(own_shares: range, shares: int) -> list[tuple[int, int]]:
+    """Return [(level, index)] of the subtrees that remain of `own_shares` after a rank has added them up."""
     roots: list[Root] = []
-    for share in own:
+    for share in own_shares:
         grow(roots, (0, share, None), shares, lambda left, right: None)
     return [(level, index) for level, index, _ in roots]
 
@@ -45,7 +45,7 @@ class Part:
     """A group of tensors that are averaged together: one flat vector for each share, exchanged after the last share."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], shares: int, group: Any):
-        """`shares`: the number of shares of all ranks; `group`: the ranks, a collectives.All or an elastic job's Members."""
+        """`shares`: the number of shares of all ranks; `group`: AllRanks or an elastic job's Members."""
         self._group = group
         ranks = group.size
         self.tensors = list(tensors)
@@ -53,30 +53,30 @@ class Part:
         self._ranks = ranks
         self._strides = [torch.empty_like(tensor, device="meta").stride() for tensor in self.tensors]
         self._chunk = -(-sum(tensor.numel() for tensor in tensors) // ranks)
-        self._places = [places(shares_of(other, ranks, shares), shares) for other in range(ranks)]
+        self._subtrees = [subtree_positions(shares_of(rank, ranks, shares), shares) for rank in range(ranks)]
         self._roots: list[Root] = []
         self._free_buffers: list[torch.Tensor] = []
-        self._given: Any = None  # the chunks sent to the ranks, and those received from them, during an exchange
-        self._taken: Any = None
+        self._sent_chunks: Any = None  # to the other ranks, during an exchange
+        self._received_chunks: Any = None  # from the other ranks
         self._work: Any = None
 
     def add(self, share: int, values: Sequence[Optional[torch.Tensor]]) -> None:
         """Add the values of `tensors` in this share; None counts as zeros. A rank adds its shares in ascending order."""
-        flat = self._free_buffers.pop() if self._free_buffers else self._new(self._ranks * self._chunk)
+        flat = self._free_buffers.pop() if self._free_buffers else self._zeros(self._ranks * self._chunk)
         views = self._views(flat)
         missing = [view for view, value in zip(views, values) if value is None]
-        given = [(view, value) for view, value in zip(views, values) if value is not None]
+        pairs = [(view, value) for view, value in zip(views, values) if value is not None]
         if missing:
             torch._foreach_zero_(missing)
-        if given:
-            into, values = zip(*given)
-            torch._foreach_copy_(into, values)
+        if pairs:
+            targets, values = zip(*pairs)
+            torch._foreach_copy_(targets, values)
         self._put(share, flat)
 
     def _put(self, share: int, flat: torch.Tensor) -> None:
         grow(self._roots, (0, share, flat), self._shares, self._sum)
 
-    def _new(self, size: int) -> torch.Tensor:
+    def _zeros(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=self.tensors[0].dtype, device=self.tensors[0].device)
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -93,14 +93,16 @@ class Part:
         return left.add_(right)
 
     def send(self) -> None:
-        """With several ranks, begin to give each its chunk of this rank's sums. All ranks must send in the same order."""
+        """With several ranks, begin to send each its chunk of the sums. All must send in the same order."""
         if self._ranks == 1:
             return
-        own = [value.view(self._ranks, 1, self._chunk) for _, _, value in self._roots]
-        self._given = torch.cat(own, dim=1).view(-1) if len(own) > 1 else own[0].view(-1)
-        sizes = [len(roots) * self._chunk for roots in self._places]
-        self._taken = self._new(sum(sizes))
-        self._work = self._group.all_to_all(self._taken, self._given, sizes, [len(own) * self._chunk] * self._ranks)
+        sums = [value.view(self._ranks, 1, self._chunk) for _, _, value in self._roots]
+        self._sent_chunks = torch.cat(sums, dim=1).view(-1) if len(sums) > 1 else sums[0].view(-1)
+        sizes = [len(roots) * self._chunk for roots in self._subtrees]
+        self._received_chunks = self._zeros(sum(sizes))
+        self._work = self._group.all_to_all(
+            self._received_chunks, self._sent_chunks, sizes, [len(sums) * self._chunk] * self._ranks
+        )
 
     def finish(self) -> None:
         """Compute the means of this rank's chunk, and begin to gather all chunks. With one rank, its chunk is the whole."""
@@ -110,19 +112,19 @@ class Part:
             return
         self._work.wait()
         roots: list[Root] = []
-        chunks = iter(self._taken.split(self._chunk))
-        for rank_places in self._places:
-            for place in rank_places:
-                grow(roots, (*place, next(chunks)), self._shares, torch.Tensor.add_)
+        chunks = iter(self._received_chunks.split(self._chunk))
+        for positions in self._subtrees:
+            for position in positions:
+                grow(roots, (*position, next(chunks)), self._shares, torch.Tensor.add_)
         ((_, _, chunk),) = roots
-        self._total = self._new(self._ranks * self._chunk)
+        self._total = self._zeros(self._ranks * self._chunk)
         self._work = self._group.all_gather(self._total, chunk.div_(self._shares))
 
     def means(self) -> list[torch.Tensor]:
         """Wait for the exchange; return the mean of each of `tensors`, in memory that the next step may overwrite."""
         if self._ranks > 1:
             self._work.wait()
-        self._given = self._taken = self._work = None
+        self._sent_chunks = self._received_chunks = self._work = None
         self._free_buffers += [value for _, _, value in self._roots]
         self._roots = []
         return self._views(self._total)
@@ -132,7 +134,9 @@ class AnyOrder(Part):
     """A Part that adds with all_reduce: it is faster, and the bits depend on the number of ranks."""
 
     def _put(self, share: int, flat: torch.Tensor) -> None:
-        self._roots = [(0, 0, self._sum(self._roots[0][2], flat) if self._roots else flat)]
+        if self._roots:
+            flat = self._sum(self._roots[0][2], flat)
+        self._roots = [(0, 0, flat)]
 
     def send(self) -> None:
         ((_, _, self._total),) = self._roots

@@ -23,9 +23,11 @@ ALIKE_IN_ANY_ORDER = 2  # ranks: a + b is b + a
 
 
 def fix_all() -> list[str]:
-    """Fix the buckets of the networks in DistributedDataParallel over all ranks, if there are three or more, on CPUs: on other
-    devices equal bits are not promised. Return warnings about networks that keep theirs. All ranks call it before the first
-    step."""
+    """Fix the buckets of all networks in DistributedDataParallel over all ranks; return warnings.
+
+    All ranks call it before the first step. A warning is about a network that keeps its buckets. It does
+    nothing with one or two ranks, nor for networks that are not on CPUs, where equal bits are not promised.
+    """
     if collectives.rank_and_size()[1] <= ALIKE_IN_ANY_ORDER:
         return []
     networks = [network for network in _networks_over_all_ranks() if not devices.is_accelerator(network.device)]
@@ -33,25 +35,25 @@ def fix_all() -> list[str]:
         return [_warning("the ranks have different networks in DistributedDataParallel")]
     warnings = []
     for network in networks:
-        name = f"{type(network.module).__name__} is in DistributedDataParallel"
+        description = f"{type(network.module).__name__} is in DistributedDataParallel"
         if network.static_graph:
-            warnings.append(_warning(f"{name} with static_graph=True"))
+            warnings.append(_warning(f"{description} with static_graph=True"))
         elif network._get_ddp_logging_data().get("comm_hook"):  # which might not expect zeros
-            warnings.append(_warning(f"{name} with a communication hook"))
+            warnings.append(_warning(f"{description} with a communication hook"))
         elif not network.find_unused_parameters:  # with it, DDP keeps its first buckets
             fix(network)
     return warnings
 
 
-def _warning(what: str) -> str:
-    return f"warning: {what}, so the first step of each start is added in another order: a restart changes bits"
+def _warning(problem: str) -> str:
+    return f"warning: {problem}, so the first step of each start is added in another order: a restart changes bits"
 
 
 def _networks_over_all_ranks() -> list[DistributedDataParallel]:
-    """Return them in the same order on each rank; a script may have some that its Run does not know."""
+    """Return the networks in the same order on each rank; the Run may not know all of a script's."""
     gc.collect()  # a network that nobody uses any more would be found on some ranks alone
-    found = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
-    of_all_ranks = [network for network in found if network.process_group.size() == collectives.rank_and_size()[1]]
+    networks = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), DistributedDataParallel)]
+    of_all_ranks = [network for network in networks if network.process_group.size() == collectives.rank_and_size()[1]]
     return sorted(of_all_ranks, key=_shapes)
 
 

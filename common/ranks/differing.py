@@ -9,21 +9,23 @@ from common.ranks import collectives
 from common.weights import tensors
 
 
-def of_other_ranks(own: object) -> list[Any]:
-    """Return, on rank 0, what the other ranks have, from rank 1 on; an empty list if all have the same, and on the other ranks.
-    `own`: tensors and plain values. A collective of all ranks."""
+def gather_differing(value: object) -> list[Any]:
+    """Return on rank 0 the values of ranks 1 and up; [] on other ranks, and if all have the same.
+
+    `value`: this rank's, of tensors and plain values. A collective of all ranks.
+    """
     rank, size = collectives.rank_and_size()
     file = io.BytesIO()
-    torch.save(_without_views(own), file)
+    torch.save(_without_views(value), file)
     content = file.getvalue()
     if collectives.are_equal(content):
         return []
-    found = []
+    values = []
     for source in range(1, size):
         received = collectives.broadcast(content, source)
         if rank == 0:
-            found.append(tensors.read(received, verified=True))
-    return found
+            values.append(tensors.read(received, verified=True))
+    return values
 
 
 def _without_views(value: object) -> Any:

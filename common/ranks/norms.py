@@ -16,23 +16,28 @@ from common import arguments, devices, progress
 from common.ranks import collectives
 
 # For DistributedDataParallel: each rank keeps statistics of its own, instead of getting rank 0's in every step.
-_NEW_NAME = "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters  # since torch 2.15
-OWN_STATISTICS: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
+_HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters  # since torch 2.15
+OWN_STATISTICS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
 
-FEW = 16  # samples of a rank: statistics of fewer are too rough
+MIN_SAMPLES = 16  # of a rank: statistics of fewer are too rough
 
 
 def add_options(parser: arguments.Parser) -> None:
+    """Add --sync_bn."""
     arguments.group(parser, "several processes").add_argument(
         "--sync_bn",
         type=arguments.boolean,
-        help=f"batch norms over the samples of all processes; unset: where each has fewer than {FEW}",
+        help=f"batch norms over the samples of all processes; unset: where each has fewer than {MIN_SAMPLES}",
     )
 
 
 def over_all_ranks(args: argparse.Namespace) -> bool:
-    """Whether batch norms are over all ranks: as --sync_bn says; unset, if a rank's batch is below FEW. Never with one rank."""
-    return distributed.get_world_size() > 1 and (args.batch_size < FEW if args.sync_bn is None else args.sync_bn)
+    """Return whether norms are over all ranks: by --sync_bn or, if unset, for batches below MIN_SAMPLES."""
+    if distributed.get_world_size() <= 1:
+        return False
+    if args.sync_bn is None:
+        return args.batch_size < MIN_SAMPLES
+    return args.sync_bn
 
 
 def synchronised(model: nn.Module) -> nn.Module:
@@ -40,14 +45,16 @@ def synchronised(model: nn.Module) -> nn.Module:
 
     Norms of a kind that is not known here stay as they are, and a warning names them.
     """
-    made = {norm: _over_all_ranks(norm) for norm in model.modules()}  # one for a norm that has several names
-    for module in [*made]:
+    replacements = {norm: _synchronised_norm(norm) for norm in model.modules()}  # one for a norm that has several names
+    for module in [*replacements]:
         for name, child in module._modules.items():
             if child is not None:
-                setattr(module, name, made[child])
-    model = made[model]
+                setattr(module, name, replacements[child])
+    model = replacements[model]
     unknown = {
-        type(one).__name__ for one in model.modules() if isinstance(one, KINDS) and not isinstance(one, SynchronisedNorm)
+        type(layer).__name__
+        for layer in model.modules()
+        if isinstance(layer, KINDS) and not isinstance(layer, SynchronisedNorm)
     }
     if unknown and distributed.get_rank() == 0:
         progress.say(
@@ -56,17 +63,17 @@ def synchronised(model: nn.Module) -> nn.Module:
     return model
 
 
-def _over_all_ranks(norm: nn.Module) -> nn.Module:
+def _synchronised_norm(norm: nn.Module) -> nn.Module:
     """Return the norm over all ranks that has this norm's weights and options, or `norm` if it is none of a known kind."""
-    kind = SYNCHRONISED.get(type(norm))
+    norm_class = SYNCHRONISED.get(type(norm))
     timm = sys.modules.get("timm.layers")  # loaded if a network is timm's
     if timm is not None and type(norm) is timm.BatchNormAct2d:
-        kind = SynchronisedNormAct2d
-    if kind is None:
+        norm_class = SynchronisedNormAct2d
+    if norm_class is None:
         return norm
-    made = kind(0)
-    made.__dict__.update(norm.__dict__)
-    return made
+    replacement = norm_class(0)
+    replacement.__dict__.update(norm.__dict__)
+    return replacement
 
 
 class SynchronisedNorm(nn.Module):
@@ -128,21 +135,23 @@ class _OverAllRanks(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         images, weight, bias, running_mean, running_var, eps, momentum = inputs
         kernels = GpuKernels if devices.of(images.device).norm_kernels else CpuKernels
-        images = kernels.laid_out(images)
-        mine = torch.cat(kernels.statistics(images, eps))
-        ranks = torch.empty(distributed.get_world_size(), len(mine), dtype=mine.dtype, device=mine.device)
-        collectives.All().all_gather(ranks.view(-1), mine).wait()
-        means, scales = ranks.chunk(2, dim=1)
-        mean, scale = kernels.joined(images, means, scales, running_mean, running_var, eps, momentum)
+        images = kernels.to_layout(images)
+        own_statistics = torch.cat(kernels.statistics(images, eps))
+        gathered = torch.empty(
+            distributed.get_world_size(), len(own_statistics), dtype=own_statistics.dtype, device=own_statistics.device
+        )
+        collectives.AllRanks().all_gather(gathered.view(-1), own_statistics).wait()
+        means, scales = gathered.chunk(2, dim=1)
+        mean, scale = kernels.combine(images, means, scales, running_mean, running_var, eps, momentum)
         ctx.kernels = kernels
         ctx.save_for_backward(images, weight, mean, scale)
-        return kernels.normalised(images, weight, bias, mean, scale, eps)
+        return kernels.normalise(images, weight, bias, mean, scale, eps)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         images, weight, mean, scale = ctx.saved_tensors
-        gradient = ctx.kernels.laid_out(gradients[0])
-        total, product, of_weight, of_bias = ctx.kernels.reduced(gradient, images, mean, scale, weight)
+        gradient = ctx.kernels.to_layout(gradients[0])
+        total, product, of_weight, of_bias = ctx.kernels.reduce_gradient(gradient, images, mean, scale, weight)
         sums = torch.cat([total, product])
         distributed.all_reduce(sums)
         total, product = sums.chunk(2)
@@ -156,8 +165,8 @@ class GpuKernels:
     """Calls the kernels of torch.nn.SyncBatchNorm. `scale` is one over the standard deviation."""
 
     @staticmethod
-    def laid_out(images: torch.Tensor) -> torch.Tensor:
-        """Return them in a layout that the kernels take."""
+    def to_layout(images: torch.Tensor) -> torch.Tensor:
+        """Return the images, or their gradient, in a memory layout that the kernels take."""
         return images.contiguous(memory_format=torch.channels_last) if images.ndim == 4 else images.contiguous()
 
     @staticmethod
@@ -165,7 +174,7 @@ class GpuKernels:
         return torch.batch_norm_stats(images, eps)
 
     @staticmethod
-    def joined(
+    def combine(
         images: Tensor,
         means: Tensor,
         scales: Tensor,
@@ -181,15 +190,17 @@ class GpuKernels:
         )
 
     @staticmethod
-    def normalised(
+    def normalise(
         images: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], mean: Tensor, scale: Tensor, eps: float
     ) -> Tensor:
         return torch.batch_norm_elemt(images, weight, bias, mean, scale, eps)
 
     @staticmethod
-    def reduced(gradient: Tensor, images: Tensor, mean: Tensor, scale: Tensor, weight: Optional[Tensor]) -> tuple[Tensor, ...]:
-        learns = weight is not None
-        return torch.batch_norm_backward_reduce(gradient, images, mean, scale, weight, True, learns, learns)
+    def reduce_gradient(
+        gradient: Tensor, images: Tensor, mean: Tensor, scale: Tensor, weight: Optional[Tensor]
+    ) -> tuple[Tensor, ...]:
+        has_weight = weight is not None
+        return torch.batch_norm_backward_reduce(gradient, images, mean, scale, weight, True, has_weight, has_weight)
 
     @staticmethod
     def gradient(
@@ -201,17 +212,19 @@ class GpuKernels:
 
 
 class CpuKernels:
+    """Computes the same as GpuKernels with plain operations, in float32 or better."""
+
     @staticmethod
-    def laid_out(images: torch.Tensor) -> torch.Tensor:
+    def to_layout(images: torch.Tensor) -> torch.Tensor:
         return images
 
     @staticmethod
     def statistics(images: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        variance, mean = torch.var_mean(_exact(images), dim=_all_but_channels(images), correction=0)
+        variance, mean = torch.var_mean(_at_least_float32(images), dim=_all_but_channels(images), correction=0)
         return mean, (variance + eps).rsqrt()
 
     @staticmethod
-    def joined(
+    def combine(
         images: Tensor,
         means: Tensor,
         scales: Tensor,
@@ -229,16 +242,18 @@ class CpuKernels:
         return mean, (variance + eps).rsqrt()
 
     @staticmethod
-    def normalised(
+    def normalise(
         images: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], mean: Tensor, scale: Tensor, eps: float
     ) -> Tensor:
         return nn.functional.batch_norm(images, mean, scale**-2 - eps, weight, bias, training=False, eps=eps)
 
     @staticmethod
-    def reduced(gradient: Tensor, images: Tensor, mean: Tensor, scale: Tensor, weight: Optional[Tensor]) -> tuple[Tensor, ...]:
-        others = _all_but_channels(images)
-        total = gradient.sum(dim=others, dtype=mean.dtype)
-        product = (_exact(gradient) * (_exact(images) - _along_channels(mean, images))).sum(dim=others)
+    def reduce_gradient(
+        gradient: Tensor, images: Tensor, mean: Tensor, scale: Tensor, weight: Optional[Tensor]
+    ) -> tuple[Tensor, ...]:
+        dims = _all_but_channels(images)
+        total = gradient.sum(dim=dims, dtype=mean.dtype)
+        product = (_at_least_float32(gradient) * (_at_least_float32(images) - _along_channels(mean, images))).sum(dim=dims)
         return total, product, product * scale, total
 
     @staticmethod
@@ -250,8 +265,8 @@ class CpuKernels:
         total, product, mean, scale, weighted = (
             _along_channels(vector, images) for vector in (total / count, product / count, mean, scale, weighted)
         )
-        centred = _exact(images) - mean
-        return ((_exact(gradient) - total - centred * scale**2 * product) * weighted).to(images.dtype)
+        centred = _at_least_float32(images) - mean
+        return ((_at_least_float32(gradient) - total - centred * scale**2 * product) * weighted).to(images.dtype)
 
 
 def _all_but_channels(images: torch.Tensor) -> list[int]:
@@ -262,5 +277,5 @@ def _along_channels(vector: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
     return vector.view(1, -1, *[1] * (images.ndim - 2))
 
 
-def _exact(tensor: Tensor) -> Tensor:
+def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -30,7 +30,7 @@ class Clock:
         self._since = time.monotonic()
         self._stepped = self._since
         self._pulse = heartbeat.of_this_process()
-        self._waited = self._pulse.waited()
+        self._waited = self._pulse.waited_seconds()
         self._beside = False  # whether transfers overlap the computing
         self._line_every = line_every
         self._test_samples = test_samples
@@ -54,7 +54,7 @@ class Clock:
     def read(self) -> dict[str, float]:
         """Return the seconds of each phase; "training" is the sum of the first three, without overlapping transfers."""
         now = time.monotonic()
-        waited = self._pulse.waited()
+        waited = self._pulse.waited_seconds()
         if self._phase:
             # A loader process that waits for storage while the rank computes delays nothing.
             storage = 0.0 if self._phase == "compute" else max(0.0, min(waited - self._waited, now - self._since))

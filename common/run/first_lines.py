@@ -41,8 +41,8 @@ def changes(then: dict, now: dict) -> list[str]:
 
 def _not_gone_on_from(args: argparse.Namespace, found: object) -> Iterator[str]:
     """Yield a warning for each .pt file without a manifest, and one if there are weights but no checkpoint was `found`."""
-    files = run_folder.listed(args.checkpoint_dir)
-    weights = run_folder.listed(args.output_dir)
+    files = run_folder.sorted_names(args.checkpoint_dir)
+    weights = run_folder.sorted_names(args.output_dir)
     for name in files:
         its = names.parse(name)
         if its and its.ending == "pt" and (manifest := names.of_checkpoint(its.samples, "json", its.start)) not in files:
@@ -139,7 +139,7 @@ def of_run(run: RunState, found: Optional[Checkpoint], attempt: Optional[Attempt
         place = f"in epoch {epoch + 1} after {consumed} samples"
         ids = run.sampler.step_ids(epoch, consumed).tolist()
         yield f"warning: the last two starts both died in one step, {place}; its sample ids are {ids}"
-    elif attempt and attempt.left:
+    elif attempt and attempt.previous_start_died:
         yield (
             "the start before this one did not end as it should: if its log has no error: line, it was killed, mostly for want "
             "of memory: lower --workers or --batch_size"

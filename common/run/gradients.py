@@ -125,7 +125,7 @@ class Gradients:
         if not self._is_collected and collectives.rank_and_size()[1] > 1:
             from common.ranks import differing
 
-            self._of_other_ranks = differing.of_other_ranks(self._to_save())
+            self._of_other_ranks = differing.gather_differing(self._to_save())
         self._is_collected = True
 
     def invalidate_collected(self) -> None:

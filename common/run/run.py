@@ -252,7 +252,7 @@ class Run:
         self.saving.identity = restore.identity(self.args, self.sampler.num_samples, self.parts, self.saving.classes)
         if self.peers.may_write and not self.trial:
             self.saving.note_data_digests()
-        self.parts.note_as_made()
+        self.parts.note_initial_options()
         self.parts.begin_epoch()
         self.gradients = Gradients(self.parts.named_weights(), self.parts.optimizers())
 
@@ -269,7 +269,7 @@ class Run:
     def _begin_evidence(self) -> None:
         writes = self.side_files.writes
         each_rank_writes = self.peers.each_has_a_ledger and not self.trial
-        self.evidence.keep(self.peers.rank, attempt=writes, ledger=writes or each_rank_writes)
+        self.evidence.keep(self.peers.rank, needs_attempt=writes, needs_ledger=writes or each_rank_writes)
         self.evidence.begin(self.position.epoch, self.position.consumed)
 
     def _announce_start(self, found: Optional[restore.Checkpoint]) -> None:
@@ -339,7 +339,7 @@ class Run:
             self._begin_step(loader)
             if self.shares:
                 yield from self.shares.of(batch, self.position.samples_seen)
-                if self.shares.interrupted:
+                if self.shares.was_interrupted:
                     close_batches(batches)
                     self.peers.form_again()
                     batches = iter(loader)
@@ -548,7 +548,7 @@ class Run:
         self.peers.agreement.note_save()
         if not self.side_files.writes:
             return  # a trial writes nothing, and rank 0 writes for all
-        self.saving.require_ours()
+        self.saving.require_not_taken_over()
         if not self.args.checkpoints:
             return
         if self.position == self.saving.saved_at and not weights_of_epoch:
@@ -593,7 +593,7 @@ class Run:
     def stop(self, why: str, code: int) -> None:
         self._check_losses()
         # What the evaluation has changed is not saved: the next start repeats the evaluation, and would change it twice.
-        if not self.due.evaluates or self.parts.is_as_noted(self.gradients.state_dict()):
+        if not self.due.evaluates or self.parts.is_unchanged(self.gradients.state_dict()):
             self.save()
         self._close("stopped", why, in_a_hurry=code != 0)
         sys.exit(code)
@@ -612,7 +612,7 @@ class Run:
         self.saving.finish_publishing(in_a_hurry or bool(STOPS.noted))
         self.evidence.remove_attempt()
         if self.side_files.writes:
-            self.saving.require_ours()
+            self.saving.require_not_taken_over()
         self.enter("done")
         saved = self.saving.saved_at == self.position
         self.tell(Observer.left, how=how, why=why, saved=saved, last_good=self.saving.last_good())

@@ -78,7 +78,7 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
                 raise UserError(f"{shown}: {why}: give another as https_proxy, or fetch it to {path}, or {ELSEWHERE}")
         if _size(part) > had:
             patience.succeeded(shown)
-            patience.set_limit(limit(), in_the_way=True)
+            patience.set_limit(limit(), blocks_training=True)
         if patience.failed(shown, began):
             raise UserError(f"{shown} cannot be fetched: {why}; fetch it to {path}, or {ELSEWHERE}") from None
         patience.pause(shown, print, f"{shown}: {why}")

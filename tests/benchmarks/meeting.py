@@ -30,7 +30,7 @@ STATUS = {"rank": 1, "phase": "step", "steps": 7, "idle": 0.1, "median": 0.1, "w
 class Idle:
     """A worker that trains for ever."""
 
-    code, reported, last = None, False, ("step", 7)
+    code, reported, progress = None, False, ("step", 7)
 
     def look(self):
         pass

@@ -122,7 +122,7 @@ def test_a_ledger_that_cannot_be_written_ends_the_run_in_one_line(tmp_path, monk
     monkeypatch.setattr(evidence, "own_copy", full)
     kept = evidence.Evidence(argparse.Namespace(output_dir=str(tmp_path), ledger=True), print, lambda: "no checkpoint yet")
     with pytest.raises(TrainingFailed, match=r"^the ledger cannot be written: No space left on device; no checkpoint yet$"):
-        kept.keep(1, attempt=False, ledger=True)
+        kept.keep(1, needs_attempt=False, needs_ledger=True)
 
 
 @pytest.mark.parametrize("half", [b'{"step": [0, 0], "ids": [1, 2', b"{"])
@@ -133,7 +133,7 @@ def test_half_a_line_of_a_ledger_is_dropped(tmp_path, half):
         (tmp_path / "ledger").mkdir(exist_ok=True)
         os.replace(tmp_path / "rank_0.jsonl", tmp_path / "ledger" / "rank_0.jsonl")
         kept = evidence.Evidence(argparse.Namespace(output_dir=str(tmp_path), ledger=True), print, lambda: "no checkpoint yet")
-        kept.keep(0, attempt=False, ledger=True)
+        kept.keep(0, needs_attempt=False, needs_ledger=True)
         kept.begin(0, 0)
         (tmp_path / "rank_0.jsonl").write_bytes((tmp_path / "ledger" / "rank_0.jsonl").read_bytes())
     lines = [json.loads(line) for line in (tmp_path / "ledger" / "rank_0.jsonl").open()]
@@ -206,7 +206,7 @@ def test_only_a_folder_that_was_given_wrongly_is_a_mistake(tmp_path, monkeypatch
     args = argparse.Namespace(output_dir=str(tmp_path), checkpoint_dir=str(tmp_path), tensorboard_dir=str(tmp_path))
     with pytest.raises(kind, match=f"cannot write to {tmp_path}: {os.strerror(number)}"):
         run_folder.make_folders(args)
-        run_folder.RunFolder(args).claim(afresh=False)
+        run_folder.RunFolder(args).claim(starts_anew=False)
 
 
 def test_a_note_of_the_step_that_a_start_could_not_write_to_goes_at_the_end(tmp_path, monkeypatch):

@@ -362,7 +362,7 @@ def test_rmsprop_goes_on_with_a_momentum_that_it_had_not():
         optimizer = torch.optim.RMSprop([weight], lr=0.1, momentum=momentum)
         if before:
             optimizer.load_state_dict({"state": before["state"], "param_groups": optimizer.state_dict()["param_groups"]})
-            parts.complete(optimizer)
+            parts.add_missing_buffers(optimizer)
         weight.grad = torch.ones(2)
         optimizer.step()
         return optimizer.state_dict()

@@ -52,6 +52,10 @@ class Closed(ConnectionLost):
     """The other side has closed the connection."""
 
 
+class SecretsDiffer(ConnectionLost):
+    """The other side has another secret."""
+
+
 def checked(message: dict) -> dict:
     """Return the message; raise ConnectionLost if it is not valid (messages.py)."""
     if not messages.is_valid(message):
@@ -65,23 +69,24 @@ def checked(message: dict) -> dict:
 class Connection:
     """Carries whole messages over a socket. Sending never blocks: a node that does not read its messages is lost."""
 
-    def __init__(self, own: socket.socket):
-        self.socket = own
-        own.setblocking(False)
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, raw_socket: socket.socket):
+        self.socket = raw_socket
+        raw_socket.setblocking(False)
+        raw_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received = b""
         self._longest = LONGEST_PROOF
-        self.heard = time.monotonic()
-        self.proved = False
+        self.last_received = time.monotonic()
+        self.has_proved = False
         self.node = -1  # the number of the node at the other end; set on node 0 when that node joins
         self.peer = ""  # the address of the other end
         with contextlib.suppress(OSError):  # the connection is lost already
-            self.peer = own.getpeername()[0].replace("::ffff:", "")
+            self.peer = raw_socket.getpeername()[0].replace("::ffff:", "")
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
     def send(self, **message: Any) -> None:
+        """Send a message; raise ConnectionLost if the connection is broken or cannot take it at once."""
         content = json.dumps(message).encode() + b"\n"
         try:
             if self.socket.send(content) == len(content):
@@ -106,7 +111,7 @@ class Connection:
             raise Closed(one_line(error)) from None
         if not chunk:
             raise Closed("it closed the connection")
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         *lines, self._received = (self._received + chunk).split(b"\n")
         if max(map(len, [*lines, self._received])) > self._longest:
             raise ConnectionLost(NOT_OURS)
@@ -120,7 +125,7 @@ class Connection:
 
     def trust(self) -> None:
         """Note that the other end has proved that it has the secret, and accept longer messages from it."""
-        self.proved = True
+        self.has_proved = True
         self._longest = LONGEST_MESSAGE
 
     def wait(self, seconds: float) -> list[dict]:
@@ -132,6 +137,7 @@ class Connection:
         raise ConnectionLost(f"no answer for {seconds:.0f} s")
 
     def readable(self, seconds: float) -> bool:
+        """Whether data, or the end of the connection, can be received within `seconds`."""
         poll = select.poll()  # select() knows no descriptor above 1023
         poll.register(self, select.POLLIN)
         return bool(poll.poll(max(0.0, seconds) * 1000))
@@ -143,7 +149,7 @@ class Connection:
                 return [(0, checked(message)) for message in self.receive()]
         except ConnectionLost:
             return [(0, None)]
-        return [(0, None)] if time.monotonic() - self.heard > SILENCE_SECONDS else []
+        return [(0, None)] if time.monotonic() - self.last_received > SILENCE_SECONDS else []
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -173,8 +179,8 @@ def connect(address: str, port: int, seconds: float, say: Callable) -> socket.so
             return socket.create_connection((address, port), timeout=SILENCE_SECONDS)
         except OSError as error:  # the name may not resolve yet, or the program not run yet
             if waiting.seconds >= seconds:
-                start = "see that the job has been started there, too, and that this port is open"
-                raise UserError(f"{node_0} did not answer within {seconds:.0f} s: {one_line(error)}; {start}") from None
+                hint = "see that the job has been started there, too, and that this port is open"
+                raise UserError(f"{node_0} did not answer within {seconds:.0f} s: {one_line(error)}; {hint}") from None
             if waiting.takes_line():
                 say(f"waiting for {node_0}, {waiting.seconds:.0f} s: {one_line(error)}")
             time.sleep(0.2)
@@ -182,26 +188,29 @@ def connect(address: str, port: int, seconds: float, say: Callable) -> socket.so
 
 def join(
     address: str, port: int, hello: dict, seconds: float, say: Callable, key: bytes = b"",
-    opened: Optional[socket.socket] = None, hear: Optional[Callable[[dict], None]] = None,
+    first_socket: Optional[socket.socket] = None, on_message: Optional[Callable[[dict], None]] = None,
 ) -> tuple[Connection, Go]:  # fmt: skip
-    """Join node 0, and return (connection, start message). `opened`: a socket to it, to use at first. `hear`: is told each
-    message that comes before the start message, and may raise an error of its own."""
+    """Join node 0, and return (connection, start message).
+
+    `first_socket`: a socket to node 0, for the first attempt; `on_message`: is called with each message that
+    comes before the start message, and may raise an error.
+    """
     for attempt in range(ATTEMPTS):
-        connection = Connection(opened or connect(address, port, seconds, say))
-        opened = None
+        connection = Connection(first_socket or connect(address, port, seconds, say))
+        first_socket = None
         try:
             prove(connection, key)
             connection.send(**hello, clock=time.time())
-            return connection, _wait_for_go(connection, seconds + SILENCE_SECONDS, hear)
-        except Closed as lost:  # perhaps to make room, if strangers fill the port of node 0
+            return connection, _wait_for_go(connection, seconds + SILENCE_SECONDS, on_message)
+        except Closed as error:  # perhaps to make room, if strangers fill the port of node 0
             connection.close()
-            why = lost
-            if connection.proved:
+            why = error
+            if connection.has_proved:
                 break
             time.sleep(0.2 * attempt)
-        except ConnectionLost as lost:
+        except ConnectionLost as error:
             connection.close()
-            why = lost
+            why = error
             break
         except BaseException:
             connection.close()
@@ -214,35 +223,37 @@ def join(
 
 def prove(connection: Connection, key: bytes) -> None:
     """Exchange proofs of the secret with node 0; raise UserError if node 0 refuses, ConnectionLost if its proof is wrong."""
-    theirs = _next(connection, "nonce")
-    mine = secret.nonce()
-    if not messages.text(64)(theirs):
+    hub_nonce = _receive_field(connection, "nonce")
+    node_nonce = secret.nonce()
+    if not messages.text(64)(hub_nonce):
         raise ConnectionLost(NOT_OURS)
-    connection.send(nonce=mine, proof=secret.proof(key, "node", theirs, mine))
-    if not secret.proves(_next(connection, "proof"), key, "hub", theirs, mine):
-        raise ConnectionLost(secret.DIFFERS)
+    connection.send(nonce=node_nonce, proof=secret.proof(key, "node", hub_nonce, node_nonce))
+    if not secret.proves(_receive_field(connection, "proof"), key, "hub", hub_nonce, node_nonce):
+        raise SecretsDiffer(secret.DIFFERS)
     connection.trust()
 
 
-def _next(connection: Connection, name: str) -> Any:
+def _receive_field(connection: Connection, name: str) -> Any:
+    """Wait for the next message, and return its value of this name; raise UserError if node 0 refuses."""
     message = connection.wait(ANSWER_SECONDS)[0]
     if "refused" in message:
         raise UserError(one_line(message["refused"])[:500])
     return message.get(name)
 
 
-def _wait_for_go(connection: Connection, seconds: float, hear: Optional[Callable[[dict], None]] = None) -> Go:
+def _wait_for_go(connection: Connection, seconds: float, on_message: Optional[Callable[[dict], None]] = None) -> Go:
+    """Wait for the start message and return it; raise UserError if node 0 refuses, else ConnectionLost."""
     deadline = time.monotonic() + seconds
-    patience = ANSWER_SECONDS
+    answer_seconds = ANSWER_SECONDS
     while time.monotonic() < deadline:
-        for message in connection.wait(patience):
+        for message in connection.wait(answer_seconds):
             checked(message)
             if "refused" in message:
                 raise UserError(one_line(message["refused"])[:500])
             if "go" in message:
                 return message["go"]
-            if hear:
-                hear(message)
-            patience = SILENCE_SECONDS  # node 0 sends beats while it waits for the others
+            if on_message:
+                on_message(message)
+            answer_seconds = SILENCE_SECONDS  # node 0 sends beats while it waits for the others
         connection.send(waiting=True)
     raise ConnectionLost(f"it has not started the nodes for {seconds:.0f} s")

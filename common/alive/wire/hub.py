@@ -21,6 +21,7 @@ from common.alive.wire.channel import (
     Closed,
     Connection,
     ConnectionLost,
+    SecretsDiffer,
     beat_seconds,
     checked,
 )
@@ -55,11 +56,10 @@ class Hub:
         self._greet = greet
         self.connections: dict[int, Connection] = {}
         self.hellos: dict[int, dict] = {}  # of each node that has ever joined; "ahead": seconds that its clock is ahead
-        self._strangers: dict[
-            Connection, tuple[float, str]
-        ] = {}  # since when each is connected, and the nonce that it was sent
+        # {connection: (since when it is connected, the nonce that it was sent)}
+        self._strangers: dict[Connection, tuple[float, str]] = {}
         self._refused: collections.Counter = collections.Counter()
-        self._told = -math.inf
+        self._last_count = -math.inf
         self._complete = False  # whether all nodes have joined; further ones are then refused, unless `stays_open`
         self._listener = listener
         self._pause = 0.0
@@ -73,25 +73,25 @@ class Hub:
         """Wait until every node has joined; after `seconds`, raise a UserError that names the missing nodes."""
         nodes = self._hello["nodes"]
         waiting = Waiting()
-        beaten = time.monotonic()
+        last_beat = time.monotonic()
         while len(self.connections) < nodes - 1:
             for node, message in self.poll(BEAT_SECONDS):
                 if message is None:
                     self._say(f"node {node} was lost while waiting for the others")
                     self.remove(node)
             now = time.monotonic()
-            if now - beaten >= beat_seconds(nodes):
-                beaten = now
+            if now - last_beat >= beat_seconds(nodes):
+                last_beat = now
                 self.send(beat=True)
             if len(self.connections) == nodes - 1:
                 break
             if waiting.takes_line():
-                self._say(f"waiting for {self._missing()}, {waiting.seconds:.0f} s")
+                self._say(f"waiting for {self._describe_missing()}, {waiting.seconds:.0f} s")
             if waiting.seconds >= seconds:
-                self._refuse_all(f"{self._missing()} did not come within {seconds:.0f} s")
+                self._refuse_all(f"{self._describe_missing()} did not come within {seconds:.0f} s")
         self._complete = True
 
-    def _missing(self):
+    def _describe_missing(self):
         missing = [node for node in range(1, self._hello["nodes"]) if node not in self.connections]
         return naming.describe_nodes(missing, self._hello["workers"])
 
@@ -114,9 +114,11 @@ class Hub:
                 except ConnectionLost:
                     received.append((connection.node, None))
         now = time.monotonic()
-        lost = {node for node, message in received if message is None}
-        silent = {node for node, connection in self.connections.items() if now - connection.heard > SILENCE_SECONDS}
-        received += [(node, None) for node in sorted(silent - lost)]
+        lost_nodes = {node for node, message in received if message is None}
+        silent_nodes = {
+            node for node, connection in self.connections.items() if now - connection.last_received > SILENCE_SECONDS
+        }
+        received += [(node, None) for node in sorted(silent_nodes - lost_nodes)]
         for connection, (since, _) in list(self._strangers.items()):
             if now - since <= STRANGER_SECONDS:
                 break  # the others in this dict came later
@@ -128,10 +130,12 @@ class Hub:
         return received
 
     def send(self, **message: Any) -> None:
+        """Send a message to all nodes; poll() reports those that are lost."""
         for connection in list(self.connections.values()):
             connection.tell(**message)
 
     def remove(self, node: int) -> None:
+        """Close the connection to a node, and forget it."""
         self._close(self.connections.pop(node))
 
     def close(self) -> None:
@@ -148,6 +152,7 @@ class Hub:
     # --- Strangers ---
 
     def _accept(self):
+        """Accept waiting connections as strangers, and send each a nonce; close the oldest if too many."""
         for _ in range(ACCEPTED_AT_ONCE):
             try:
                 connection = Connection(self._listener.accept()[0])
@@ -163,10 +168,10 @@ class Hub:
                 continue
             if len(self._strangers) >= STRANGERS + self._hello["nodes"] - 1 - len(self.connections):
                 self._refuse(next(iter(self._strangers)), "made room for others")
-            number = secret.nonce()
-            self._strangers[connection] = time.monotonic(), number
+            nonce = secret.nonce()
+            self._strangers[connection] = time.monotonic(), nonce
             self._selector.register(connection, selectors.EVENT_READ)
-            connection.tell(app="anyrank", nonce=number)
+            connection.tell(app="anyrank", nonce=nonce)
 
     def _make_room(self):
         """Close the oldest connection without proof, as descriptors are lacking; if there is none, pause accepting others."""
@@ -177,63 +182,69 @@ class Hub:
             self._selector.unregister(self._listener)
 
     def _hear_stranger(self, connection: Connection) -> None:
+        """Check the proof of a stranger, then its hello; close the connection if one of them is wrong."""
         try:
             for message in connection.receive():
-                if connection.proved:
+                if connection.has_proved:
                     self._introduce(connection, message)
                     return
                 self._examine(connection, message)
         except Closed:  # not counted: a check whether the port is open does this
             self._close(connection)
-        except ConnectionLost as lost:
-            why = str(lost) if str(lost) == secret.DIFFERS else "sent something else"
-            connection.tell(refused=str(lost))
-            self._refuse(connection, why)
+        except ConnectionLost as error:
+            connection.tell(refused=str(error))
+            if isinstance(error, SecretsDiffer):
+                self._refuse(connection, secret.DIFFERS)
+            else:
+                self._refuse(connection, "sent something else")
 
     def _examine(self, connection: Connection, message: dict[str, Any]) -> None:
         if not PROOF(message):
             raise ConnectionLost(NOT_OURS)
-        numbers = self._strangers[connection][1], message["nonce"]
-        if not secret.proves(message["proof"], self._key, "node", *numbers):
-            raise ConnectionLost(secret.DIFFERS)
-        connection.send(proof=secret.proof(self._key, "hub", *numbers))
+        nonces = self._strangers[connection][1], message["nonce"]
+        if not secret.proves(message["proof"], self._key, "node", *nonces):
+            raise SecretsDiffer(secret.DIFFERS)
+        connection.send(proof=secret.proof(self._key, "hub", *nonces))
         connection.trust()
 
     def _introduce(self, connection: Connection, hello: dict[str, Any]) -> None:
         """Accept or refuse the node that sent this `hello`. Until all nodes have come, UserError may be raised."""
         if not HELLO(hello):
             raise ConnectionLost(NOT_OURS)
-        mine = self._hello
+        own_hello = self._hello
         node = hello["node"]
         host = one_line(hello["host"])[:80]
-        if hello["app"] != mine["app"] or hello["job"] != mine["job"]:
-            connection.tell(
-                refused=f"this port belongs to another job, {mine['job']!r} on {mine['host']}; give yours another port"
-            )
+        if hello["app"] != own_hello["app"] or hello["job"] != own_hello["job"]:
+            owner = f"{own_hello['job']!r} on {own_hello['host']}"
+            connection.tell(refused=f"this port belongs to another job, {owner}; give yours another port")
             self._refuse(connection, f"belong to job {one_line(hello['job'])[:80]!r}, as that on host {host}")
             return
         if self._greet:
             self._greet(hello, self._complete)
         if self._complete and not self._stays_open:
             connection.tell(
-                refused=f"the job on this port, on {mine['host']}, has all its nodes already; give yours another port"
+                refused=f"the job on this port, on {own_hello['host']}, has all its nodes already; give yours another port"
             )
             self._refuse(connection, "came when all nodes were there")
             return
-        if node >= mine["nodes"]:
-            theirs = f"host {host} says it is node {node} of {hello['nodes']}"
-            self._refuse_all(f"{theirs}, but host {mine['host']} has a world size of {mine['nodes']} nodes", connection)
+        if node >= own_hello["nodes"]:
+            claim = f"host {host} says it is node {node} of {hello['nodes']}"
+            world_size = f"host {own_hello['host']} has a world size of {own_hello['nodes']} nodes"
+            self._refuse_all(f"{claim}, but {world_size}", connection)
             return
-        if node == mine["node"] or node in self.connections:
-            first = mine["host"] if node == mine["node"] else self.hellos[node]["host"]
-            self._refuse_all(f"duplicate rank: host {first} and host {host} both say they are node {node}", connection)
+        if node == own_hello["node"] or node in self.connections:
+            first_host = own_hello["host"] if node == own_hello["node"] else self.hellos[node]["host"]
+            self._refuse_all(f"duplicate rank: host {first_host} and host {host} both say they are node {node}", connection)
             return
-        for name, value in mine["alike"].items():
-            its = hello["alike"].get(name)
-            if its != value:
-                ours, theirs = naming.first_difference(str(value), one_line(its))
-                there = f"{theirs[:200]} on node {node} (host {host})"
-                self._refuse_all(f"{name} differs: {ours} on node {mine['node']} (host {mine['host']}), {there}", connection)
+        for name, value in own_hello["alike"].items():
+            their_value = hello["alike"].get(name)
+            if their_value != value:
+                our_part, their_part = naming.first_difference(str(value), one_line(their_value))
+                their_place = f"{their_part[:200]} on node {node} (host {host})"
+                self._refuse_all(
+                    f"{name} differs: {our_part} on node {own_hello['node']} (host {own_hello['host']}), {their_place}",
+                    connection,
+                )
                 return
         del self._strangers[connection]
         connection.node = node
@@ -241,7 +252,9 @@ class Hub:
         self.hellos[node] = {**hello, "host": host, "ahead": hello["clock"] - time.time()}
 
     def _refuse(self, connection: Connection, why: str) -> None:
-        self._refused[why if why in self._refused or len(self._refused) < 20 else "of other kinds"] += 1
+        if why not in self._refused and len(self._refused) >= 20:
+            why = "of other kinds"
+        self._refused[why] += 1
         self._close(connection)
 
     def _close(self, connection: Connection) -> None:
@@ -251,11 +264,11 @@ class Hub:
         connection.close()
 
     def _count_strangers(self, now: float) -> None:
-        if self._refused and now - self._told >= STRANGERS_LINE_SECONDS:
-            self._told = now
-            kinds = ", ".join(f"{number} {why}" for why, number in self._refused.most_common(5))
-            number = sum(self._refused.values())
-            self._say(f"closed {count(number, 'connection')} that did not prove to belong to this job: {kinds}"[:500])
+        if self._refused and now - self._last_count >= STRANGERS_LINE_SECONDS:
+            self._last_count = now
+            kinds = ", ".join(f"{total} {why}" for why, total in self._refused.most_common(5))
+            total = sum(self._refused.values())
+            self._say(f"closed {count(total, 'connection')} that did not prove to belong to this job: {kinds}"[:500])
             self._refused.clear()
 
     def _refuse_all(self, why: str, newcomer: Optional[Connection] = None) -> None:
@@ -264,7 +277,10 @@ class Hub:
             newcomer.tell(refused=why)
             self._refuse(newcomer, "did not fit to the others")
             return
-        for connection in [*self.connections.values(), *([newcomer] if newcomer else [])]:
+        refused = list(self.connections.values())
+        if newcomer:
+            refused.append(newcomer)
+        for connection in refused:
             connection.tell(refused=why)
         raise UserError(why)
 
@@ -281,14 +297,14 @@ def listen(port: int) -> socket.socket:
                 family = socket.AF_INET  # a host whose IPv6 is switched off
                 continue
             if time.monotonic() > deadline:
-                taken = f"port {port} on this node is taken by another program ({error.strerror})"
-                raise UserError(f"{taken}; give the job another port") from None
+                problem = f"port {port} on this node is taken by another program ({error.strerror})"
+                raise UserError(f"{problem}; give the job another port") from None
             time.sleep(0.2)
 
 
-def _reserve_descriptors(wanted: int) -> None:
-    """Allow this process `wanted` connections besides its other files; raise a UserError if the limit is too low."""
-    needed = wanted + SPARE_DESCRIPTORS
+def _reserve_descriptors(num_connections: int) -> None:
+    """Allow this process so many connections besides its other files; raise UserError if the limit is too low."""
+    needed = num_connections + SPARE_DESCRIPTORS
     allowed = network.allow_open_files(needed)
     if allowed < needed:
         raise UserError(

@@ -8,12 +8,14 @@ from common.alive import heartbeat
 from common.errors import STOP_SIGNALS
 
 
-def whole(low: int, high: int) -> Callable:
-    return lambda value: type(value) is int and low <= value <= high
+def integer(minimum: int, maximum: int) -> Callable:
+    """Return a check for an int within these bounds, which may reach them."""
+    return lambda value: type(value) is int and minimum <= value <= maximum
 
 
-def text(longest: int) -> Callable:
-    return lambda value: isinstance(value, str) and len(value) <= longest
+def text(max_length: int) -> Callable:
+    """Return a check for a string of at most so many characters."""
+    return lambda value: isinstance(value, str) and len(value) <= max_length
 
 
 def is_bool(value: object) -> bool:
@@ -36,8 +38,8 @@ def record(optional: tuple = (), **fields: Callable) -> Callable:
     """Return a check for a dict with these fields and no others, each of its form; the `optional` ones may be missing."""
 
     def fits(value: Any) -> bool:
-        known = isinstance(value, dict) and set(value) <= set(fields)
-        return known and all(fits(value[name]) if name in value else name in optional for name, fits in fields.items())
+        is_known = isinstance(value, dict) and set(value) <= set(fields)
+        return is_known and all(check(value[name]) if name in value else name in optional for name, check in fields.items())
 
     return fits
 
@@ -48,9 +50,9 @@ def is_address(value: object) -> bool:
     return False
 
 
-RANK = whole(0, 10**7)
-STEPS = whole(0, 1 << 62)
-PORT = whole(1, 65535)
+RANK = integer(0, 10**7)
+STEPS = integer(0, 1 << 62)
+PORT = integer(1, 65535)
 STATUS = record(
     rank=RANK, steps=STEPS, idle=is_number, median=is_number, phase=lambda value: value in list(heartbeat.PHASES),
     waits=text(200), waiting=is_bool,
@@ -60,26 +62,32 @@ STALL = record(
     median=is_number, training=is_bool, waiting=is_bool,
 )  # fmt: skip
 REPORT = record(
-    optional=("stack_of",), text=text(4000), direct=lambda value: type(value) is bool, code=whole(0, 255),
-    restart=lambda value: type(value) is bool, stack_of=RANK,
+    optional=("stack_of",), text=text(4000), direct=is_bool, code=integer(0, 255), restart=is_bool, stack_of=RANK,
 )  # fmt: skip
-GO = record(optional=("more",), attempt=whole(0, 10**6), address=is_address, port=PORT, more=is_dict)
+GO = record(optional=("more",), attempt=integer(0, 10**6), address=is_address, port=PORT, more=is_dict)
 
 
-def several(form: Callable, most: int = 10**6) -> Callable:
-    return lambda value: isinstance(value, list) and len(value) <= most and all(map(form, value))
+def several(form: Callable, max_length: int = 10**6) -> Callable:
+    """Return a check for a list of values of this form, with a maximum length."""
+    return lambda value: isinstance(value, list) and len(value) <= max_length and all(map(form, value))
 
 
 def each(*forms: Callable) -> Callable:
     """Return a check for a list with one value for each of these forms, in their order."""
-    return lambda value: isinstance(value, list) and len(value) == len(forms) and all(f(v) for f, v in zip(forms, value))
+
+    def fits(value: Any) -> bool:
+        if not isinstance(value, list) or len(value) != len(forms):
+            return False
+        return all(form(item) for form, item in zip(forms, value))
+
+    return fits
 
 
 # The messages with which a connection begins. What "more" is in them, and in GO, common/elastic checks.
 HELLO = record(
     optional=("findings", "more"), findings=lambda value: isinstance(value, list),  # of the doctor
     more=is_dict,
-    app=text(100), job=text(1000), host=text(1000), node=whole(0, 10**6), nodes=whole(1, 10**6), workers=whole(1, 10**6),
+    app=text(100), job=text(1000), host=text(1000), node=integer(0, 10**6), nodes=integer(1, 10**6), workers=integer(1, 10**6),
     alike=is_dict, clock=is_number,
 )  # fmt: skip
 PROOF = record(nonce=text(64), proof=text(64))
@@ -87,10 +95,11 @@ PROOF = record(nonce=text(64), proof=text(64))
 # Every later message has exactly one of these keys; common/elastic adds its own.
 FORMS = {
     "beat": is_true, "waiting": is_true, "finished": is_true, "end": is_true, "refused": text(4000), "go": GO,
-    "verdict": REPORT, "fault": REPORT, "status": STALL, "ready": whole(0, 10**6),
+    "verdict": REPORT, "fault": REPORT, "status": STALL, "ready": integer(0, 10**6),
     "stop": lambda value: type(value) is int and value in STOP_SIGNALS,
 }  # fmt: skip
 
 
 def is_valid(message: dict) -> bool:
+    """Whether this is one message of a known kind (FORMS), in the form of that kind."""
     return len(message) == 1 and all(name in FORMS and FORMS[name](value) for name, value in message.items())

@@ -23,26 +23,27 @@ DIFFERS = f"the secrets of the nodes differ: give every node the same {VARIABLE}
 
 def of_this_job(environ: MutableMapping[str, str] = os.environ) -> bytes:
     """Return the secret of ANYRANK_SECRET (removed, so no child process has it) or ANYRANK_SECRET_FILE; b"" without either."""
-    given = environ.pop(VARIABLE, "").strip()
+    value = environ.pop(VARIABLE, "").strip()
     path = environ.get(FILE)
-    if given and path:
+    if value and path:
         raise UserError(f"{VARIABLE} and {FILE} are both set: give one of them")
     if path:
         try:
-            given = Path(path).read_text().strip()
+            value = Path(path).read_text().strip()
         except (OSError, ValueError) as error:
             raise UserError(f"{FILE} is {path!r}, which cannot be read: {one_line(error)}") from None
-    if not given and not path:
+    if not value and not path:
         return b""
-    if len(given) < SHORTEST:
+    if len(value) < SHORTEST:
         name = FILE if path else VARIABLE
         raise UserError(
-            f"{name} has a secret of {len(given)} characters: give at least {SHORTEST}, such as `openssl rand -hex 32`"
+            f"{name} has a secret of {len(value)} characters: give at least {SHORTEST}, such as `openssl rand -hex 32`"
         )
-    return given.encode()
+    return value.encode()
 
 
 def nonce() -> str:
+    """Return a new random number, as a text of 32 characters."""
     return secrets.token_hex(16)
 
 
@@ -51,5 +52,6 @@ def proof(secret: bytes, side: str, hub: str, node: str) -> str:
     return hmac.new(b"anyrank " + secret, f"{side} {hub} {node}".encode(), hashlib.sha256).hexdigest()
 
 
-def proves(given: object, secret: bytes, side: str, hub: str, node: str) -> bool:
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(secret, side, hub, node).encode())
+def proves(candidate: object, secret: bytes, side: str, hub: str, node: str) -> bool:
+    """Whether the first argument is the proof() of the others; compared in constant time."""
+    return isinstance(candidate, str) and hmac.compare_digest(candidate.encode(), proof(secret, side, hub, node).encode())

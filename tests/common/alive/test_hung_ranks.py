@@ -36,8 +36,8 @@ def status(rank, phase, steps, idle, median=0.1):
     ],
 )
 def test_who_holds_the_others_up(what, statuses, culprit):
-    found = judge.stalled([judge.summarize([status]) for status in statuses])
-    assert found == judge.stalled([judge.summarize(statuses)]), "whether on one node or on two"
+    found = judge.find_stalled([judge.summarize([status]) for status in statuses])
+    assert found == judge.find_stalled([judge.summarize(statuses)]), "whether on one node or on two"
     assert (found and found["rank"]) == culprit, what
 
 
@@ -110,13 +110,13 @@ def test_what_a_watcher_has_slept_is_no_time_of_its_worker(tmp_path, at):
 @pytest.mark.parametrize("code, seen", [(0, 0), (3, 3), (None, 0), ("why", 1), (-1, 255)])
 def test_how_a_rank_has_ended_is_known_also_where_the_temporary_disk_is_full(tmp_path, monkeypatch, code, seen):
     watched = worker.Worker(0, str(tmp_path / "worker"))
-    monkeypatch.setattr(heartbeat, "_single_rank", watched.files)
+    monkeypatch.setattr(heartbeat, "_single_rank", watched.file_prefix)
     if not (rank := os.fork()):
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file can be written to
         heartbeat.report_end(code)
         os._exit(0)
     os.waitpid(rank, 0)
-    assert beside.Rank(rank, watched, None).poll() == seen
+    assert beside.WatchedRank(rank, watched, None).poll() == seen
 
 
 def test_a_signal_without_a_name_is_named_by_its_number(tmp_path):

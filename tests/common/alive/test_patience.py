@@ -78,7 +78,7 @@ def test_a_store_and_a_disk_do_not_end_the_wait_for_each_other(now):
     assert pulse.store.report_begin("s3://a", 1000, 1300) and pulse.disk.report_begin(held.DISK, 1000, 1300)
     assert not pulse.store.report_begin("s3://a", 1000, 1300) and not pulse.disk.report_begin(held.DISK, 1000, 1300)
     now[0] += 7
-    assert pulse.store.report_end("s3://a") == 7 and pulse.disk.lasts() and pulse.waited() == 14
+    assert pulse.store.report_end("s3://a") == 7 and pulse.disk.lasts() and pulse.waited_seconds() == 14
 
 
 @pytest.mark.parametrize("phase, counted", [("data", 30), ("evaluate", 30), ("save", 30), ("step", 0)])
@@ -117,16 +117,16 @@ def test_what_a_rank_has_waited_for_is_no_time_without_progress(tmp_path, now):
     look_for(rank, now, 270)
     assert rank.status()["idle"] == 21 and not rank.status()["waiting"]
     look_for(rank, now, 45)
-    stalled = judge.stalled([judge.summarize([{**rank.status(), "phase": "data"}])])
-    assert worker.where(stalled) == "for 66 s after step 0, in phase data, waiting for s3://a for 356 s"
+    stalled = judge.find_stalled([judge.summarize([{**rank.status(), "phase": "data"}])])
+    assert worker.describe_progress(stalled) == "for 66 s after step 0, in phase data, waiting for s3://a for 356 s"
 
 
 def test_nobody_is_late_while_a_rank_waits_for_a_store():
     status = {"rank": 0, "phase": "compile", "steps": 0, "idle": 901, "median": 0.0, "waits": "", "waiting": False}
     other = {**status, "rank": 1, "phase": "data", "idle": 0, "waits": "s3://a for 200 s", "waiting": True}
     for nodes in ([[status, other]], [[status], [other]]):
-        assert judge.stalled([judge.summarize(node) for node in nodes]) is None
-    assert judge.stalled([judge.summarize([status, {**other, "waiting": False}])])["rank"] == 0
+        assert judge.find_stalled([judge.summarize(node) for node in nodes]) is None
+    assert judge.find_stalled([judge.summarize([status, {**other, "waiting": False}])])["rank"] == 0
 
 
 def test_a_step_in_which_something_was_waited_for_tells_nothing_of_the_others(tmp_path, now):
@@ -147,7 +147,7 @@ def test_a_larger_number_raises_every_limit(seconds, training, saving):
     for phase, limit in (("data", training), ("save", saving)):
         for idle in (limit - 1, limit + 1):
             status = {"rank": 0, "phase": phase, "steps": 5, "idle": idle, "median": 0.01, "waits": "", "waiting": False}
-            assert bool(judge.stalled([judge.summarize([status])])) == (idle > limit)
+            assert bool(judge.find_stalled([judge.summarize([status])])) == (idle > limit)
 
 
 # --- How long is waited ------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_a_process_that_the_kernel_holds_is_not_idle(tmp_path, now, disk, capsys
         assert idle == [4, 8, 4, 30], "without what it has waited, from when it was found to the end of --patience"
         assert process.stdout.readline() == "there\n"
         look_for(rank, now, 1)
-        assert rank.status()["waits"] == "" and rank.pulse.waited() == 300
+        assert rank.status()["waits"] == "" and rank.pulse.waited_seconds() == 300
         process.communicate("\n")
     who = rf"warning: rank 0 \(process {process.pid}\)"
     assert re.fullmatch(
@@ -384,7 +384,7 @@ def test_a_process_that_the_kernel_holds_is_not_idle(tmp_path, now, disk, capsys
 
 
 def test_only_one_wait_that_lasts_counts_as_a_disk_that_does_not_answer(now, monkeypatch):
-    waits, of_a_rank = set(), held.Held()
+    waits, of_a_rank = set(), held.BlockedThreads()
     monkeypatch.setattr(held, "waits_of", lambda pid: set(waits))
 
     def looked(seconds, *found):

@@ -227,7 +227,7 @@ def test_of_a_rank_that_hangs_the_stack_and_the_line_below_it_go_to_stderr(tmp_p
 
     rank = worker.Worker(0, str(tmp_path / "worker"))
     rank.process = types.SimpleNamespace(
-        pid=os.getpid(), poll=runs, order=lambda seconds: None, send_signal=dumps, end=ended.append
+        pid=os.getpid(), poll=runs, next_request=lambda seconds: None, send_signal=dumps, end=ended.append
     )
     rank.pulse.set("step", 3)
     watcher.Watcher(World("local", "", "node", 0, 1, 0, 1, 0, 1), rank, lambda since, why: None, says_why=True).run()
@@ -245,7 +245,10 @@ def test_a_rank_that_ends_as_soon_as_it_has_asked_to_be_watched_is_named_by_the_
         orders = [{"address": "127.0.0.1", "port": port, "hello": strangers.hello(1), "key": strangers.KEY.hex()}]
         rank = worker.Worker(1, str(tmp_path / "worker"))
         rank.process = types.SimpleNamespace(
-            pid=os.getpid(), poll=lambda: -9, order=lambda seconds: orders.pop() if orders else None, end=lambda code: None
+            pid=os.getpid(),
+            poll=lambda: -9,
+            next_request=lambda seconds: orders.pop() if orders else None,
+            end=lambda code: None,
         )
         here = World("mpi", "", "process", 0, 1, 1, 2, 0, 2)
         other = watcher.Watcher(here, rank, lambda since, why: None, says_why=False)

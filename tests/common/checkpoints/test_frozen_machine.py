@@ -226,18 +226,18 @@ def test_what_the_last_look_has_overwritten_is_made_good(store, reachable, tmp_p
     """It has just seen that no start came after it, and then stands still."""
     (tmp_path / "metrics.jsonl").write_text("of the first")
     one, other = (starts.Starts(bucket.Bucket("s3://data/runs/good")) for _ in range(2))
-    one.take(afresh=False)
+    one.take(starts_anew=False)
     late = publisher.Publisher(str(tmp_path), "s3://data/runs/good", starts=one)
-    look = late._look
+    look = late._upload_changes
 
     def stands_still(background):
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "metrics.jsonl").write_text("of the second")
-        other.take(afresh=False)
+        other.take(starts_anew=False)
         publisher.Publisher(str(tmp_path / "other"), "s3://data/runs/good", starts=other).finish()
         look(background)
 
-    late._look = stands_still
+    late._upload_changes = stands_still
     with pytest.raises(files.TakenOver):
         late.finish()
     assert contents(store, "runs/good")["metrics.jsonl"] == b"of the second"
@@ -257,9 +257,14 @@ def test_what_is_no_longer_kept_has_no_copy_of_any_start(store, reachable, tmp_p
 def test_two_starts_have_two_numbers_and_a_copy_of_a_bucket_goes_on(store, reachable, tmp_path):
     url, env = "s3://data/runs/copied", store_environment()
     one, other = (starts.Starts(bucket.Bucket("s3://data/runs/numbers")) for _ in range(2))
-    one.take(afresh=False)
-    other.take(afresh=False)
-    assert (one.number, other.number, one.later(bucket.Patience(1)), other.later(bucket.Patience(1))) == (1, 2, True, False)
+    one.take(starts_anew=False)
+    other.take(starts_anew=False)
+    assert (one.number, other.number, one.has_later(bucket.Patience(1)), other.has_later(bucket.Patience(1))) == (
+        1,
+        2,
+        True,
+        False,
+    )
     for name, epochs in (("first", 2), ("second", 3)):
         assert (start := Start(tmp_path / name, "train", [*OPTIONS, "--epochs", epochs], url, env=env)).ends() == 0, start.log()
     copied = tmp_path / "copied"

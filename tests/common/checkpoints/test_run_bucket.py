@@ -94,7 +94,7 @@ def test_a_good_checkpoint_is_in_the_bucket_at_every_moment_while_its_number_is_
             with faults(store, plan, monkeypatch), contextlib.suppress(UserError):
                 publisher.Publisher(str(folder), url).finish()
         (empty := tmp_path / f"{number}-next").mkdir()
-        assert RunBucket(argparse.Namespace(output_url=url, output_dir=str(folder), checkpoint_dir=str(empty))).bring_newest()
+        assert RunBucket(argparse.Namespace(output_url=url, output_dir=str(folder), checkpoint_dir=str(empty))).fetch_newest()
         state, _, _ = checkpoint.newest(str(empty))
         found.append(state["model"][0].item())
     assert found == sorted(found) and {1.0, 2.0} == set(found)
@@ -245,7 +245,7 @@ def test_only_what_a_run_leaves_is_ever_deleted(store, tmp_path):
         "epoch_best/x.pth",
         "tensorboard/x/events.out.tfevents.1",
     ]
-    assert [name for name in ours + theirs if run_folder.is_of_a_run(name)] == ours
+    assert [name for name in ours + theirs if run_folder.is_run_file(name)] == ours
     client = store.client()
     for key in ("up/team/file", "up/checkpoints/000000000512.pt"):
         client.create_multipart_upload(Bucket="data", Key=key)
@@ -257,7 +257,9 @@ def test_only_what_a_run_leaves_is_ever_deleted(store, tmp_path):
     for number in (1, 2):
         (tmp_path / f"checkpoints/{number:012d}.pt").write_text("x")
         (tmp_path / f"checkpoints/{number:012d}.json").write_text("{}")
-    publishing.saved(lambda names: [name for name in names if "000002" in name])  # as it was known before the second was there
+    publishing.publish_soon(
+        lambda names: [name for name in names if "000002" in name]
+    )  # as it was known before the second was there
     publishing.finish()
     assert len(remote_names(store, "up/checkpoints/")) == 4, "what is in the folder stays in the bucket"
 
@@ -273,7 +275,7 @@ def test_a_large_file_that_the_store_refuses_leaves_no_parts_to_pay_for(store, m
 
 def test_the_output_folder_of_a_run_in_a_bucket_is_fetched_to_the_inputs(store, tmp_path):
     store.client().put_object(Bucket="data", Key="runs/theirs/metrics.jsonl", Body=b"{}")
-    found = run_bucket.fetched("s3://data/runs/theirs", str(tmp_path / "inputs"), print)
+    found = run_bucket.fetch_resume_path("s3://data/runs/theirs", str(tmp_path / "inputs"), print)
     assert found == str(tmp_path / "inputs/s3/data/runs/theirs") and "metrics.jsonl" in os.listdir(found)
 
 
@@ -316,7 +318,7 @@ def test_a_failure_waits_for_a_slow_store_no_longer_than_it_may(store, monkeypat
         assert all(thread.daemon for thread in begun), "a process that ends without finish(), as at Ctrl-C, would never end"
         proxy.plan = lambda request: "503"
         with pytest.raises(TrainingFailed, match=r"there was no more time than 0\.5 s|no good answer for 0\.5 s"):
-            publishing.finish(at_most=0.5)
+            publishing.finish(timeout=0.5)
         assert all(thread.daemon for thread in threading.enumerate() if thread not in before), "nor one that fails"
         proxy.plan = lambda request: None
         publishing.finish()  # its thread would go on in the tests after this one
@@ -438,7 +440,7 @@ def test_what_the_disk_has_is_not_fetched_again(store, tmp_path):
     store.client().put_object(Bucket="data", Key="runs/both/checkpoints/000000000512.pt", Body=b"damaged")
     said = []
     args = argparse.Namespace(output_url="s3://data/runs/both", output_dir=str(tmp_path), checkpoint_dir=str(folder))
-    assert RunBucket(args, said.append).bring_newest()
+    assert RunBucket(args, said.append).fetch_newest()
     assert checkpoint.newest(str(folder), said.append)[1]["samples_seen"] == 512 and not said
 
 

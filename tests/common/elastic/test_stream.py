@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from common.elastic.stream import of_stream
+from common.elastic.stream import read_stream
 from common.weights import plain
 from tests.common.weights.test_tensors import assert_is_read, state
 from tests.tools.hostile import CANARY, HOSTILE, NUMBERS, RUNS, in_a_dict, number, text
@@ -14,7 +14,7 @@ def test_what_torch_sends_is_read():
     streaming = pytest.importorskip("torch.distributed._serialization", reason="this torch sends no state between ranks")
     value = state()
     streaming._streaming_save(value, content := io.BytesIO())
-    assert_is_read(of_stream(io.BytesIO(content.getvalue())), value)
+    assert_is_read(read_stream(io.BytesIO(content.getvalue())), value)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -26,12 +26,12 @@ def test_what_is_hostile_is_refused(name):
         + number(len(content)) + b"ub" for key, content in sent
     ) + b"e."  # fmt: skip
     with pytest.raises(Exception):  # noqa: B017 (of any kind: the member that reads it ends)
-        of_stream(io.BytesIO(entries + body + NUMBERS))
+        read_stream(io.BytesIO(entries + body + NUMBERS))
 
 
 def test_the_list_of_what_is_sent_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for value in (b"cos\nsystem\n(" + RUNS + b"tR.", b"ctorch.distributed._serialization\n_Entry\n(" + RUNS + b"tR."):
         with pytest.raises(plain.Refused):
-            of_stream(io.BytesIO(b"\x80\2" + value))
+            read_stream(io.BytesIO(b"\x80\2" + value))
     assert not (tmp_path / CANARY).exists()

@@ -43,7 +43,7 @@ def test_the_sum_has_the_same_bits_for_any_number_of_shares_and_any_split_of_the
         own = []
         for share in range(first, end):
             sums.grow(own, (0, share, values[share]), shares, add)
-        assert [root[:2] for root in own] == sums.places(range(first, end), shares)
+        assert [root[:2] for root in own] == sums.subtree_positions(range(first, end), shares)
         for root in own:
             sums.grow(together, root, shares, add)
     assert len(alone) == len(together) == 1 and alone == together
@@ -232,7 +232,7 @@ def test_a_share_begins_without_gradients_and_a_cpu_computes_with_one_thread():
 
 
 def test_a_missing_gradient_is_zero_also_in_memory_that_was_used_before():
-    part = sums.Part([torch.zeros(1)], shares=2, group=collectives.All())
+    part = sums.Part([torch.zeros(1)], shares=2, group=collectives.AllRanks())
     for values, mean in (((3.0, 5.0), 4.0), ((None, None), 0.0)):
         for share, value in enumerate(values):
             part.add(share, [None if value is None else torch.tensor([value])])
@@ -244,7 +244,7 @@ def test_without_an_order_the_mean_is_the_same_but_for_its_last_bits():
     values = [[torch.tensor([2.0**share, share])] for share in range(5)]
     means = []
     for kind in (sums.Part, sums.AnyOrder):
-        part = kind([torch.zeros(2)], 5, collectives.All())
+        part = kind([torch.zeros(2)], 5, collectives.AllRanks())
         for _ in range(2):  # memory is used again
             for share, value in enumerate(values):
                 part.add(share, value)
@@ -260,7 +260,7 @@ class FirstOfTwo:
     rank, size, work = 0, 2, types.SimpleNamespace(wait=lambda: None)
 
     def __init__(self, changed=False):
-        self.sent, self.changed = [], lambda: changed
+        self.sent, self.has_changed = [], lambda: changed
 
     def all_to_all(self, taken, given, taken_sizes, given_sizes):
         self.sent.append(len(given))
@@ -290,12 +290,12 @@ def test_small_gradients_are_exchanged_together(monkeypatch):
 def test_a_step_in_which_the_ranks_have_changed_has_no_result_and_changes_nothing(monkeypatch):
     norm = torch.nn.BatchNorm1d(1)
     shares, mean = one_share_of_two(norm, torch.tensor([[1.0], [3.0]]), FirstOfTwo(changed=True), monkeypatch)
-    assert mean is None and shares.interrupted
+    assert mean is None and shares.was_interrupted
     assert norm.running_mean.item() == 0.0 and norm.num_batches_tracked.item() == 0
 
 
 def test_the_means_are_where_the_gradients_are():
-    part = sums.Part([torch.zeros(2, device="meta")], shares=2, group=collectives.All())
+    part = sums.Part([torch.zeros(2, device="meta")], shares=2, group=collectives.AllRanks())
     for share in range(2):
         part.add(share, [torch.zeros(2, device="meta")])
     part.finish()

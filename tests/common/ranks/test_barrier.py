@@ -120,7 +120,7 @@ def test_a_port_that_another_program_has_is_named_by_rank_0(monkeypatch):
         port = other.getsockname()[1]
         here = World("slurm", "", "process", 0, 1, 0, 2, 0, 2, "127.0.0.1", port)
         with pytest.raises(UserError, match=f"the ranks cannot meet at 127.0.0.1:{port}, .*; see MASTER_ADDR and MASTER_PORT"):
-            store.of_all_ranks(here, PATIENCE)
+            store.open_store(here, PATIENCE)
 
 
 @pytest.mark.parametrize("late", [0, 7])

@@ -364,7 +364,7 @@ def run_of(build):
     said = []
     run = parts.SavedParts(model, said.append)
     run.add(build(run.network))
-    run.note_as_made()
+    run.note_initial_options()
     run.begin_epoch()
     run.said = said
     return run

@@ -234,14 +234,14 @@ def test_a_store_that_gives_no_digest_is_believed_by_size_and_says_so(monkeypatc
 def test_names_that_lead_elsewhere_are_refused(keys, words):
     place = bucket.Bucket("s3://data/p")
     with pytest.raises(UserError, match=words):
-        listing.named(place, [bucket.Item(f"p/{key}", 1, "e") for key in keys])
+        listing.bucket_name(place, [bucket.Item(f"p/{key}", 1, "e") for key in keys])
 
 
 def test_an_object_may_have_the_longest_name_that_a_store_has():
     place, longest = bucket.Bucket("s3://data"), "/".join(["x" * 204] * 5)  # 1024 bytes
-    assert list(listing.named(place, [bucket.Item(longest, 1, "e")])) == [longest]
+    assert list(listing.bucket_name(place, [bucket.Item(longest, 1, "e")])) == [longest]
     with pytest.raises(UserError, match="cannot be the name of a file"):
-        listing.named(place, [bucket.Item(f"{longest}x", 1, "e")])
+        listing.bucket_name(place, [bucket.Item(f"{longest}x", 1, "e")])
 
 
 # --- Names, notes and links that somebody else has put there -------------------------------------------------------------

@@ -244,7 +244,7 @@ def test_a_false_node_0_is_not_joined(proof):
         answers.start()
         with pytest.raises(channel.ConnectionLost) as refused:
             channel.prove(connection, KEY)
-        assert str(refused.value) == secret.DIFFERS and not connection.proved
+        assert str(refused.value) == secret.DIFFERS and not connection.has_proved
         answers.join()
         connection.close()
 
