@@ -18,13 +18,14 @@ def is_address(text: object) -> bool:
 
 
 def is_bucket(text: object) -> bool:
+    """Whether `text` is an address in a bucket, such as s3://bucket/prefix."""
     return isinstance(text, str) and text.startswith(BUCKETS)
 
 
 def is_fetchable_name(name: object) -> bool:
-    """Whether an object's name can be a path below the folder of fetched data: not long, no part empty, ., .. or .fetching."""
-    words = name.split("/") if isinstance(name, str) and len(name) <= 1024 else [""]
-    return not any(word.lower() in ("", ".", "..", FETCHING) or "\0" in word for word in words)
+    """Whether an object's name is a safe path: at most 1024 characters, no part empty, ., .. or .fetching."""
+    parts = name.split("/") if isinstance(name, str) and len(name) <= 1024 else [""]
+    return not any(part.lower() in ("", ".", "..", FETCHING) or "\0" in part for part in parts)
 
 
 def local_folder(url: str, root: str) -> str:
@@ -33,13 +34,13 @@ def local_folder(url: str, root: str) -> str:
     if scheme in ("http", "https"):  # the address of a file, which is stored in the local folder
         rest = re.split("[?#]", rest)[0]
         rest = rest.rpartition("/")[0] or rest
-    words = list(map(_as_folder, rest.removesuffix("/").split("/")))
+    parts = list(map(_as_folder, rest.removesuffix("/").split("/")))
     if mask(url) != url:  # addresses that differ only in a password or query need different folders
-        words.append("%" + hashlib.sha256(url.encode()).hexdigest()[:16])
-    return os.path.join(root, scheme, *words)
+        parts.append("%" + hashlib.sha256(url.encode()).hexdigest()[:16])
+    return os.path.join(root, scheme, *parts)
 
 
-def _as_folder(word: str) -> str:
+def _as_folder(part: str) -> str:
     """Return a folder name for a part of an address: never empty, ., .. or FETCHING, and different for different parts."""
-    word = word.replace("%", "%25")
-    return f"%{word}" if word.lower() in ("", ".", "..", FETCHING) else word
+    part = part.replace("%", "%25")
+    return f"%{part}" if part.lower() in ("", ".", "..", FETCHING) else part

@@ -25,7 +25,7 @@ STOP_SIGNALS: dict[int, int] = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.
 
 
 # Files that platforms show as the reason of a failure: {file: a path that exists only on its platform}.
-SHOWN = {
+FAILURE_FILES = {
     "/opt/ml/output/failure": "/opt/ml/output",  # SageMaker, which shows 1024 characters
     "/dev/termination-log": "/dev/termination-log",  # Kubernetes
 }
@@ -49,16 +49,19 @@ class TrainingFailed(RuntimeError):
 
 
 # Errors of a full or failing disk, or of a limit of the system: the request was right, and may succeed later.
-OF_THE_SYSTEM = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE}
+SYSTEM_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE}
 
 
-def is_of_the_system(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in OF_THE_SYSTEM
+def is_system_error(error: BaseException) -> bool:
+    """Whether a full or failing disk, or a limit of the system, has caused the error."""
+    return isinstance(error, OSError) and error.errno in SYSTEM_ERRNOS
 
 
-def of_a_file(error: OSError, text: str) -> Union[UserError, TrainingFailed]:
-    """Return UserError(text), but TrainingFailed(text) for a full or failing disk or a limit of the system, which may pass."""
-    return TrainingFailed(text) if is_of_the_system(error) else UserError(text)
+def file_error(error: OSError, text: str) -> Union[UserError, TrainingFailed]:
+    """Return TrainingFailed(text) for an error of the system, which may pass; else UserError(text)."""
+    if is_system_error(error):
+        return TrainingFailed(text)
+    return UserError(text)
 
 
 def require_folder(name: str, folder: str, advice: str) -> None:
@@ -68,32 +71,34 @@ def require_folder(name: str, folder: str, advice: str) -> None:
     except FileNotFoundError:
         raise UserError(f"{name} {one_line(folder)} does not exist: {advice}") from None
     except OSError as error:
-        raise of_a_file(
+        raise file_error(
             error, f"{name} {one_line(folder)} cannot be read ({error.strerror}): make it readable, or {advice}"
         ) from None
 
 
 @contextlib.contextmanager
-def naming_what_is_in_the_way(path: str) -> Iterator[None]:
-    """Raise a UserError that names what is in the way if the block finds a folder where a file belongs, or the reverse."""
+def raising_path_conflict(path: str) -> Iterator[None]:
+    """Raise a UserError that names the path if the block finds a folder in place of a file, or vice versa."""
     try:
         yield
     except IsADirectoryError:
         raise UserError(f"{one_line(path)} is a folder, and a file belongs there: move it away") from None
     except (NotADirectoryError, FileExistsError):
-        above = [path]
-        while os.path.dirname(above[-1]) not in ("", above[-1]):
-            above.append(os.path.dirname(above[-1]))
-        found = next((place for place in above if os.path.lexists(place)), path)  # of the folders, one may be a file
-        kind = "a link to nothing" if os.path.islink(found) and not os.path.exists(found) else "a file"
-        raise UserError(f"{one_line(found)} is {kind}, and a folder belongs there: move it away") from None
+        candidates = [path]
+        while os.path.dirname(candidates[-1]) not in ("", candidates[-1]):
+            candidates.append(os.path.dirname(candidates[-1]))
+        obstacle = next(
+            (candidate for candidate in candidates if os.path.lexists(candidate)), path
+        )  # of the folders, one may be a file
+        kind = "a link to nothing" if os.path.islink(obstacle) and not os.path.exists(obstacle) else "a file"
+        raise UserError(f"{one_line(obstacle)} is {kind}, and a folder belongs there: move it away") from None
 
 
 class SampleError(Exception):
     """A data set gave no sample. Not a RuntimeError, so that is_victim() does not take its text for a lost connection."""
 
     @property
-    def line(self) -> str:
+    def log_line(self) -> str:
         """The sample and its error, without the traceback that torch puts before them in a loader process."""
         return str(self).rpartition(f"{type(self).__name__}: ")[2].strip()
 
@@ -107,42 +112,44 @@ def report_failure(text: object) -> None:
     """Print on stderr why the job ends. On SageMaker and Kubernetes, also write the first cause to the file that they show."""
     line = f"error: {one_line(text)}"
     print(line, file=sys.stderr, flush=True)
-    for path, there in SHOWN.items():
+    for path, platform_path in FAILURE_FILES.items():
         with contextlib.suppress(OSError):
-            if os.path.exists(there):
+            if os.path.exists(platform_path):
                 _write_first(path, line[: SHOWN_CHARACTERS - 1] + "\n")
 
 
 def _write_first(path: str, line: str) -> None:
     """Write the line to the file, unless one was written since this process started, so that a node's first cause is kept."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    with open(file, "w", errors="replace") as opened:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    with open(descriptor, "w", errors="replace") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # another process is writing its cause
             return
         except OSError:
             pass  # not every disk has locks
-        status = os.fstat(file)
-        if not status.st_size or status.st_mtime < _started():
-            os.ftruncate(file, 0)
-            opened.write(line)
+        status = os.fstat(descriptor)
+        if not status.st_size or status.st_mtime < _process_start_time():
+            os.ftruncate(descriptor, 0)
+            file.write(line)
 
 
-def _started() -> float:
+def _process_start_time() -> float:
     """Return when this process was started, in seconds since the epoch. The kernel states it in ticks since boot."""
     with open("/proc/self/stat") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def count(number: int, one: str, several: Optional[str] = None) -> str:
+def count(number: int, singular: str, plural: Optional[str] = None) -> str:
     """Return "1 node" or "2 nodes". `several`: the plural, if it is not `one` with an s."""
-    return f"{number} {one if number == 1 else several or one + 's'}"
+    if number == 1:
+        return f"{number} {singular}"
+    return f"{number} {plural or singular + 's'}"
 
 
 def is_victim(error: BaseException) -> bool:
     """Whether this looks like the error of a collective or connection that broke because another rank was lost."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    spoken = re.search(r"gloo|nccl|TCPStore|socket|connection (closed|reset|refused)|broken pipe", str(error), re.IGNORECASE)
-    return "DistError" in names or (isinstance(error, RuntimeError) and spoken is not None)
+    match = re.search(r"gloo|nccl|TCPStore|socket|connection (closed|reset|refused)|broken pipe", str(error), re.IGNORECASE)
+    return "DistError" in names or (isinstance(error, RuntimeError) and match is not None)

@@ -18,12 +18,12 @@ from typing import Any, Callable, NoReturn, Optional
 from common import files, moments, packages, progress
 from common.alive import heartbeat
 from common.alive.stops import STOPS
-from common.errors import OF_THE_SYSTEM, SampleError, TrainingFailed, UserError, is_victim, one_line, report_failure
+from common.errors import SYSTEM_ERRNOS, SampleError, TrainingFailed, UserError, is_victim, one_line, report_failure
 from common.files import write_atomically
 from common.secrets import mask
 
 VERDICT_SECONDS = 15  # longer than a lost machine takes to be noticed
-DISK = {*OF_THE_SYSTEM, errno.EROFS}  # a disk that has failed may become read-only
+DISK_ERRNOS = {*SYSTEM_ERRNOS, errno.EROFS}  # a disk that has failed may become read-only
 
 
 class _CallTheDoctor:
@@ -57,8 +57,8 @@ class _MakesJobsElastic:
 
 class _WatchASingleProcess:
     def world(self, args: argparse.Namespace) -> None:
-        alone_here = args.world.world_size == 1 and not heartbeat.has_parent()
-        if alone_here and not (args.doctor or args.find_max_batch) and sys.platform == "linux":
+        is_single_process = args.world.world_size == 1 and not heartbeat.has_parent()
+        if is_single_process and not (args.doctor or args.find_max_batch) and sys.platform == "linux":
             from common.alive import watcher
 
             heartbeat.report_end(0)  # to the watcher of a Run before, if a script has two
@@ -67,7 +67,7 @@ class _WatchASingleProcess:
 
 class _WriteTheReport:
     def written(self, folder: str, write: Callable[[str, bytes], None]) -> None:
-        if not packages.there(packages.PAGE):
+        if not packages.is_available(packages.PAGE):
             return
         from common import report
 
@@ -84,10 +84,11 @@ class _WriteTheReport:
                 self.written(args.output_dir, lambda name, page: write_atomically(os.path.join(args.output_dir, name), page))
 
 
-_is_running = False  # whether run_job() has been called in this process
+_is_running = False  # whether run_job() or begin_in_notebook() was called in this process
 
 
 def is_running() -> bool:
+    """Whether run_job() or begin_in_notebook() was called in this process."""
     return _is_running
 
 
@@ -120,7 +121,7 @@ def run_job(main: Callable[[], None]) -> None:
     """Call a job's `main`, and return if it returns. After an error, end the process with the exit code for it (errors.py)."""
     global _is_running
     _is_running = True
-    never_fail()
+    ignore_write_errors()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # a core file has gigabytes
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # which packages.check() has set for the job's imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -138,13 +139,18 @@ def run_job(main: Callable[[], None]) -> None:
 
 
 def _run(main: Callable[[], None]) -> None:
+    """Call `main`; after an error, end the process with one line and the exit code for it."""
     try:
-        _announcing_failure(main)
-    except Exception as given:
+        _call_and_announce(main)
+    except Exception as exception:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler for loader processes could raise during these lines
-        error = given if isinstance(given, (UserError, TrainingFailed)) else _of_the_disk(given) or _no_memory(given)
+        error = (
+            exception
+            if isinstance(exception, (UserError, TrainingFailed))
+            else _disk_error(exception) or _memory_error(exception)
+        )
         if error is None:
-            _end_with_a_traceback(given)
+            _end_with_traceback(exception)
         if not heartbeat.has_parent():  # which prints it once for all ranks
             report_failure(error)
         if heartbeat.has_parent() or heartbeat.has_watcher():
@@ -154,40 +160,42 @@ def _run(main: Callable[[], None]) -> None:
         sys.exit(130)
 
 
-def _of_the_disk(error: Exception) -> Optional[TrainingFailed]:
+def _disk_error(error: Exception) -> Optional[TrainingFailed]:
     """Return the error to end with if a disk has failed or is full, or a limit of the system was reached; else None."""
-    if isinstance(error, OSError) and error.errno in DISK:
+    if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         path = error.filename or "a file of this job"
         return TrainingFailed(f"{path}: {error.strerror}; mend that and start again: the run goes on from its last checkpoint")
     return None
 
 
-def _no_memory(error: Exception) -> Optional[TrainingFailed]:
+def _memory_error(error: Exception) -> Optional[TrainingFailed]:
     with contextlib.suppress(OSError, ImportError, MemoryError):  # of this import
-        from common.devices.diagnosis import no_memory
+        from common.devices.diagnosis import out_of_memory_error
 
-        return no_memory(error)
+        return out_of_memory_error(error)
     return None
 
 
-def _end_with_a_traceback(error: Exception) -> NoReturn:
+def _end_with_traceback(error: Exception) -> NoReturn:
+    """End with code 1 and the traceback, which is left out if the loss of another rank caused the error."""
     message = f"{type(error).__name__}: {one_line(error)[:300]}"
     with contextlib.suppress(OSError, ImportError, MemoryError):
         from common.world import network
 
         message += network.advice(error)
-    text = one_line(error.line) if isinstance(error, SampleError) else message
-    watched = heartbeat.has_parent() or heartbeat.has_watcher()
-    if not watched or not is_victim(error):
+    text = one_line(error.log_line) if isinstance(error, SampleError) else message
+    is_watched = heartbeat.has_parent() or heartbeat.has_watcher()
+    if not is_watched or not is_victim(error):
         print(mask(traceback.format_exc()), end="", file=sys.stderr, flush=True)
-    if not heartbeat.has_parent() and not (watched and is_victim(error)):
+    if not heartbeat.has_parent() and not (is_watched and is_victim(error)):
         report_failure(text)
-    if watched:
+    if is_watched:
         _leave(text, 1, is_victim(error))
     sys.exit(1)
 
 
-def _announcing_failure(main: Callable[[], None]) -> None:
+def _call_and_announce(main: Callable[[], None]) -> None:
+    """Call `main`, and announce that it has returned or failed."""
     try:
         try:
             main()
@@ -220,12 +228,12 @@ class _Unfailing(io.FileIO):
             return len(content)
 
 
-def never_fail() -> None:
-    """Make writes to sys.stdout and sys.stderr never fail, unless these were replaced; escape what their encoding lacks."""
+def ignore_write_errors() -> None:
+    """Make sys.stdout and sys.stderr ignore errors of writes, and escape what their encoding lacks."""
     while (unused := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file of the run could get the descriptor of a closed stream
         pass
     os.close(unused)
-    for number, name in ((1, "stdout"), (2, "stderr")):
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
             continue
@@ -234,6 +242,6 @@ def never_fail() -> None:
             continue
         with contextlib.suppress(OSError):
             stream.flush()
-        file = io.BufferedWriter(_Unfailing(number, "w", closefd=False))
-        by_line = stream.line_buffering or stream.write_through
-        setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=by_line))
+        file = io.BufferedWriter(_Unfailing(descriptor, "w", closefd=False))
+        line_buffering = stream.line_buffering or stream.write_through
+        setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=line_buffering))

@@ -29,39 +29,39 @@ from typing import Any, Callable, NamedTuple, Optional
 
 class _Listener(NamedTuple):
     listener: object
-    of_the_run: bool
+    ends_with_run: bool
 
 
 _listeners: list[_Listener] = []
 
 
-def listen(listener: object, of_the_run: bool = False) -> None:
-    """Let `listener` hear of the moments from here on. `of_the_run`: until the next Run of this process begins."""
-    _listeners.append(_Listener(listener, of_the_run))
+def listen(listener: object, ends_with_run: bool = False) -> None:
+    """Call `listener` at each moment from now on; with `of_the_run`, until the next Run begins."""
+    _listeners.append(_Listener(listener, ends_with_run))
 
 
 def begin_run() -> None:
-    """Let the Run before end, as if the job's `main` had returned, and tell its listeners nothing more."""
-    of_the_run_before = [one.listener for one in _listeners if one.of_the_run]
-    for listener in of_the_run_before:
-        _tell(listener, "returned", 0)
-    _listeners[:] = [one for one in _listeners if not one.of_the_run]
+    """End the previous Run, as if the job's `main` had returned, and drop its listeners."""
+    previous_listeners = [entry.listener for entry in _listeners if entry.ends_with_run]
+    for listener in previous_listeners:
+        _call(listener, "returned", 0)
+    _listeners[:] = [entry for entry in _listeners if not entry.ends_with_run]
 
 
-def announce(moment: str, *facts: object) -> None:
+def announce(moment: str, *args: object) -> None:
     """Call `moment(*facts)` of each listener that has this method, in the order of listen()."""
-    for one in list(_listeners):
-        _tell(one.listener, moment, *facts)
+    for entry in list(_listeners):
+        _call(entry.listener, moment, *args)
 
 
-def _tell(listener: object, moment: str, *facts: object) -> None:
-    if hear := getattr(listener, moment, None):
-        hear(*facts)
+def _call(listener: object, moment: str, *args: object) -> None:
+    if method := getattr(listener, moment, None):
+        method(*args)
 
 
 @dataclasses.dataclass
 class Replaced:
-    """What makes a part of the job; None: its own. An elastic job sets the first three (common/elastic/job.py)."""
+    """Factories for parts of a job; None: the default. Elastic jobs set the first three (elastic/job.py)."""
 
     parent: Optional[Callable[[argparse.Namespace, Any], Any]] = None  # the policy of a node's parent, else Parent
     members: Optional[Callable[[argparse.Namespace, Any], Any]] = None  # ranks that meet later, and again after each change

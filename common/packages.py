@@ -27,7 +27,7 @@ PAGE = "jinja2"
 FIGURES = "matplotlib.figure"
 TABLE = "sklearn.metrics"
 EVENTS = "tensorboard.summary.writer.record_writer"
-LEAVES_OUT = {
+OMITTED_FILES = {
     FIGURES: "curves.png and the report's figures",
     EVENTS: "TensorBoard's events",
     TABLE: "report.txt's table of classes",
@@ -39,8 +39,8 @@ def check():
     """Exit with 2 if Python is too old, or a package is missing or unfit. Until run_job(), Ctrl-C prints no traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     check_python()
-    _end_with(missing_error(importlib.util.find_spec))
-    _end_with(version_error(version("torch"), version("numpy")))
+    _exit_on_error(missing_error(importlib.util.find_spec))
+    _exit_on_error(version_error(version("torch"), version("numpy")))
 
 
 def require_datasets():
@@ -49,15 +49,15 @@ def require_datasets():
         spec = importlib.util.find_spec("datasets")
     except ValueError:  # it is imported, and nobody knows from where
         spec = None
-    found = [*(spec.submodule_search_locations or [])] if spec else []
-    if os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "datasets") not in found:
-        another = f"; {found[0]} is another package of that name" if found else ""
-        raise ImportError(f"the folder datasets is missing beside common{another}")
+    locations = [*(spec.submodule_search_locations or [])] if spec else []
+    if os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "datasets") not in locations:
+        conflict = f"; {locations[0]} is another package of that name" if locations else ""
+        raise ImportError(f"the folder datasets is missing beside common{conflict}")
 
 
 def check_python():
     """Exit with 2 if Python is too old."""
-    _end_with(python_error(sys.version_info[:2]))
+    _exit_on_error(python_error(sys.version_info[:2]))
 
 
 def version(name: str) -> Optional[str]:
@@ -77,9 +77,9 @@ def python_error(python: "tuple[int, ...]") -> Optional[str]:
     return None
 
 
-def missing_error(is_there: Callable[[str], object]) -> Optional[str]:
+def missing_error(is_installed: Callable[[str], object]) -> Optional[str]:
     """Return an error text that names the needed packages that are not installed; None if all are."""
-    names = [name for name in NEEDED if not is_there(name)]
+    names = [name for name in NEEDED if not is_installed(name)]
     return f"not installed: {', '.join(names)}; {ENGINE}" if names else None
 
 
@@ -87,39 +87,42 @@ def version_error(torch: Optional[str], numpy: Optional[str]) -> Optional[str]:
     """Return an error text if torch is too old, or was built for numpy 1 and numpy is 2 or later; else None."""
     if torch is None:  # it has no metadata; perhaps it was built by hand
         return None
-    if first_two(torch) < TORCH:
+    if major_minor(torch) < TORCH:
         return f"torch is {torch}, and the jobs need torch 2.1 or later: {ENGINE}"
-    if first_two(torch) < FOR_NUMPY_2 and numpy and first_two(numpy) >= (2, 0):
+    if major_minor(torch) < FOR_NUMPY_2 and numpy and major_minor(numpy) >= (2, 0):
         return f"numpy {numpy} does not work with torch {torch}, which was built for numpy 1: pip install 'numpy<2'"
     return None
 
 
-def first_two(version: str) -> "tuple[int, ...]":
+def major_minor(version: str) -> "tuple[int, ...]":
     """Return the first two numbers of a version: (2, 1) of 2.1.0a0+git1234, (8, 3) of 8.3.RC1."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def _end_with(sentence: Optional[str]) -> None:
-    if sentence:
-        sys.stderr.write(f"error: {sentence}\n")
+def _exit_on_error(message: Optional[str]) -> None:
+    if message:
+        sys.stderr.write(f"error: {message}\n")
         sys.exit(2)
 
 
 # --- Optional packages ---
 
 
-def left_out() -> Optional[str]:
+def describe_omitted_files() -> Optional[str]:
     """Return a line on the files that a run will not have, and why, or None. Imports the packages, which takes seconds."""
-    parts = [f"{what} ({trouble(name)})" for name, what in LEAVES_OUT.items() if trouble(name)]
-    return f"left out: {', '.join(parts)}" if parts else None
+    parts = [f"{files} ({import_error(name)})" for name, files in OMITTED_FILES.items() if import_error(name)]
+    if not parts:
+        return None
+    return f"left out: {', '.join(parts)}"
 
 
-def there(name: str) -> bool:
-    return trouble(name) is None
+def is_available(name: str) -> bool:
+    """Whether the module can be imported."""
+    return import_error(name) is None
 
 
 @functools.lru_cache(64)  # functools.cache is younger than some Pythons that read this file
-def trouble(name: str) -> Optional[str]:
+def import_error(name: str) -> Optional[str]:
     """Import a module once; return why that is impossible, or None."""
     from common.errors import one_line
 

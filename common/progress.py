@@ -43,29 +43,32 @@ class Progress:
         self._total_bytes = total_bytes
         self._tell = tell
         self._things = self._bytes = self._old_bytes = 0
-        self._began = self._told = self._printed = time.monotonic()
+        self._began = self._reported_at = self._printed_at = time.monotonic()
         self._lock = threading.Lock()
         # Things may differ in size, so the bytes show the progress better if their total is known.
         self._by_bytes = not unit or total_bytes is not None
-        kind = ("B", True, 1024, total_bytes) if self._by_bytes else (f" {unit}", False, 1000, total)
-        unit, scaled, divisor, end = kind
-        self._bar = bar(desc=self._what[:40], total=end, unit=unit, unit_scale=scaled, unit_divisor=divisor)
+        if self._by_bytes:
+            options = {"total": total_bytes, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
+        else:
+            options = {"total": total, "unit": f" {unit}", "unit_scale": False, "unit_divisor": 1000}
+        self._bar = bar(desc=self._what[:40], **options)
 
     def add(self, things: int = 0, size: int = 0, old: bool = False) -> None:
         """Count more things and bytes as done. `old`: an earlier start did them, so the bytes are left out of the speed."""
         with self._lock:
             self._things += things
             self._bytes += size
-            self._old_bytes += size if old else 0
+            if old:
+                self._old_bytes += size
             now = time.monotonic()
             if self._bar is not None:
                 self._bar.set_postfix_str(self._counted_things() if self._by_bytes else self._counted_bytes(), refresh=False)
                 self._bar.update(size if self._by_bytes else things)
-            elif now - self._printed >= LINE_SECONDS:
-                self._printed = now
+            elif now - self._printed_at >= LINE_SECONDS:
+                self._printed_at = now
                 print(self.text(), flush=True)
-            if self._tell and now - self._told >= TELL_SECONDS:
-                self._told = now
+            if self._tell and now - self._reported_at >= TELL_SECONDS:
+                self._reported_at = now
                 self._tell(self.text(), self._things + self._bytes)
 
     def text(self) -> str:
@@ -79,19 +82,21 @@ class Progress:
         return f"{self._bytes / MIB:.1f} MiB in {seconds:.1f} s, {(self._bytes - self._old_bytes) / MIB / seconds:.1f} MiB/s"
 
     def _counted_things(self) -> str:
-        return f"{_of(self._things, self._total)} {self._unit}" if self._unit else ""
+        return f"{_done_of(self._things, self._total)} {self._unit}" if self._unit else ""
 
     def _counted_bytes(self) -> str:
         total = None if self._total_bytes is None else self._total_bytes // MIB
-        return f"{_of(self._bytes // MIB, total)} MiB" if self._bytes or self._by_bytes else ""
+        return f"{_done_of(self._bytes // MIB, total)} MiB" if self._bytes or self._by_bytes else ""
 
     def _speed_and_time_left(self) -> list[str]:
         byte_speed = (self._bytes - self._old_bytes) / self._seconds()
         speed = self._things / self._seconds()
-        shown = f"{byte_speed / MIB:.1f} MiB/s" if self._bytes or self._by_bytes else f"{speed:.0f} {self._unit}/s"
+        speed_text = f"{byte_speed / MIB:.1f} MiB/s" if self._bytes or self._by_bytes else f"{speed:.0f} {self._unit}/s"
         done, total = (self._bytes, self._total_bytes) if self._by_bytes else (self._things, self._total)
         speed = byte_speed if self._by_bytes else speed
-        return [shown, f"{(total - done) / speed:.0f} s left"] if total is not None and speed > 0 else [shown]
+        if total is None or speed <= 0:
+            return [speed_text]
+        return [speed_text, f"{(total - done) / speed:.0f} s left"]
 
     def _seconds(self) -> float:
         return max(time.monotonic() - self._began, 1e-3)
@@ -112,22 +117,23 @@ class Waiting:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._told = self._began
+        self._printed_at = self._began
 
     @property
     def seconds(self) -> float:
+        """The seconds since the wait began, at least 0.001."""
         return max(time.monotonic() - self._began, 1e-3)
 
     def takes_line(self) -> bool:
-        """Return whether a line is due now; then the next one is, ten seconds later."""
+        """Return whether to print a line now: True at most once in ten seconds."""
         now = time.monotonic()
-        is_due = now - self._told >= LINE_SECONDS
+        is_due = now - self._printed_at >= LINE_SECONDS
         if is_due:
-            self._told = now
+            self._printed_at = now
         return is_due
 
 
-def _of(done: int, total: Optional[int]) -> str:
+def _done_of(done: int, total: Optional[int]) -> str:
     return str(done) if total is None else f"{done} of {total}"
 
 
@@ -137,27 +143,29 @@ def in_notebook() -> bool:
 
 
 def ipython() -> Any:
+    """Return IPython's shell in this process."""
     return sys.modules["IPython"].get_ipython()
 
 
 def bar(**options: Any) -> Any:
-    is_seen = sys.stderr.isatty() or in_notebook()
-    if not is_seen or not packages.there(packages.BAR):
+    """Return a tqdm bar with these options; None if nobody would see it or tqdm is missing."""
+    is_visible = sys.stderr.isatty() or in_notebook()
+    if not is_visible or not packages.is_available(packages.BAR):
         return None
     has_widgets = in_notebook() and importlib.util.find_spec("ipywidgets") is not None
     module: Any = importlib.import_module("tqdm.auto") if has_widgets else sys.modules["tqdm"]
     return module.tqdm(**options)
 
 
-def counted(things: Sequence, what: str, unit: str) -> Iterator:
+def with_bar(things: Sequence, what: str, unit: str) -> Iterator:
     """Yield the things. On a terminal, tqdm (if it is installed) shows a bar, which is removed after the last of them."""
-    shown = bar(total=len(things), desc=what, unit=unit, leave=False)
+    progress_bar = bar(total=len(things), desc=what, unit=unit, leave=False)
     for thing in things:
         yield thing
-        if shown is not None:
-            shown.update()
-    if shown is not None:
-        shown.close()
+        if progress_bar is not None:
+            progress_bar.update()
+    if progress_bar is not None:
+        progress_bar.close()
 
 
 def say(text: str) -> None:
@@ -182,7 +190,7 @@ COLOURS = {"warning: ": 33, "advice: ": 33, "done: ": 32}  # as a terminal numbe
 
 def coloured(line: str) -> str:
     """Return the line, on a terminal in colour if it begins with warning, advice or done (not with NO_COLOR or TERM=dumb)."""
-    colour = next((number for begin, number in COLOURS.items() if line.startswith(begin)), None)
+    colour = next((number for prefix, number in COLOURS.items() if line.startswith(prefix)), None)
     if not colour or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
         return line
     return f"\033[{colour}m{line}\033[0m"

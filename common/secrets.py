@@ -30,49 +30,60 @@ def is_secret(name: str) -> bool:
     return not WORDS.isdisjoint(word.upper() for word in WORD.findall(name))
 
 
-def mask(text: object, *known: str) -> str:
-    """Return `text` with *** for an address's password and query, VALUE in SECRET=VALUE, and `known` texts of 4 letters up."""
+def mask(text: object, *known_secrets: str) -> str:
+    """Return `text` with *** for an address's password and query, for VALUE in SECRET=VALUE, and for `known`.
+
+    `known`: texts that are secret; those shorter than 4 characters are not masked.
+    """
     masked = str(text)
-    for secret in sorted(known, key=len, reverse=True):
-        masked = masked.replace(secret, HIDDEN) if len(secret) >= 4 else masked
-    masked = ADDRESS.sub(_masked_address, masked) if ":/" in masked else masked
-    return NAMED.sub(_masked_value, masked) if "=" in masked else masked
+    for secret in sorted(known_secrets, key=len, reverse=True):
+        if len(secret) >= 4:
+            masked = masked.replace(secret, HIDDEN)
+    if ":/" in masked:
+        masked = ADDRESS.sub(_masked_address, masked)
+    if "=" in masked:
+        masked = NAMED.sub(_masked_value, masked)
+    return masked
 
 
-def _masked_address(found: "re.Match[str]") -> str:
-    rest = found[2].rstrip(PUNCTUATION)
-    return found[1] + (_masked_rest(found[1], rest) if rest else "") + found[2][len(rest) :]
+def _masked_address(match: "re.Match[str]") -> str:
+    rest = match[2].rstrip(PUNCTUATION)
+    return match[1] + (_masked_rest(match[1], rest) if rest else "") + match[2][len(rest) :]
 
 
 def _masked_rest(scheme: str, rest: str) -> str:
     """Return what follows scheme://, masked. A password may hold a slash, and a path an @: in doubt, too much is hidden."""
     host = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    marks = "?" if scheme in BUCKETS else "?#"  # in a bucket, a key may contain #
-    place, mark, query = re.fullmatch(rf"([^{marks}]*)([{marks}]?)(.*)", rest, re.DOTALL).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    separators = "?" if scheme in BUCKETS else "?#"  # in a bucket, a key may contain #
+    location, separator, query = re.fullmatch(rf"([^{separators}]*)([{separators}]?)(.*)", rest, re.DOTALL).groups()  # pyright: ignore[reportOptionalMemberAccess]
     has_password = ":" in host and not re.fullmatch(r"(\[.*\]|[^:\[]*):\d*", host) and "@" in rest
     if has_password and "@" in query:
         return HIDDEN
     if has_password or "@" in host:
-        place = f"{HIDDEN}@{place.rpartition('@')[2]}"
-    return place + (mark and mark + HIDDEN)
+        location = f"{HIDDEN}@{location.rpartition('@')[2]}"
+    if separator:
+        return f"{location}{separator}{HIDDEN}"
+    return location
 
 
-def _masked_value(found: "re.Match[str]") -> str:
-    return f"{found['name']}={HIDDEN}" if is_secret(found["name"]) else found[0]
+def _masked_value(match: "re.Match[str]") -> str:
+    if is_secret(match["name"]):
+        return f"{match['name']}={HIDDEN}"
+    return match[0]
 
 
-def parts_of(address: str) -> list[str]:
+def secret_parts(address: str) -> list[str]:
     """Return the parts of an address that may be secret, to mask them where a library's error quotes one alone."""
     rest, _, fragment = address.partition("#")
-    place, _, query = rest.partition("?")
-    user = place.partition("://")[2].rpartition("@")[0]
+    location, _, query = rest.partition("?")
+    user = location.partition("://")[2].rpartition("@")[0]
     values = [value for part in query.split("&") for value in part.split("=", 1)[1:]]
     parts = [query, fragment, user, user.partition(":")[2], *values]
     return [part for part in (*parts, *map(urllib.parse.unquote, parts)) if part]
 
 
 def reasons(text: str) -> Iterator[str]:
-    """Yield the reasons why a text that is to be sent or stored in the open seems to hold a secret."""
+    """Yield why a text seems to hold a secret, so that it should not be sent or stored unencrypted."""
     for scheme, rest in ADDRESS.findall(text):
         rest = rest.rstrip(PUNCTUATION)
         shown = _masked_rest(scheme, rest)
@@ -80,6 +91,6 @@ def reasons(text: str) -> Iterator[str]:
             yield f"holds a user or a password ({scheme}{shown})"
         elif any(map(is_secret, IN_QUERY.findall(rest))):
             yield f"is signed or holds a key ({scheme}{shown})"
-    for found in NAMED.finditer(ADDRESS.sub("", text)):
-        if is_secret(found["name"]):
-            yield f"sets {found['name']}"
+    for match in NAMED.finditer(ADDRESS.sub("", text)):
+        if is_secret(match["name"]):
+            yield f"sets {match['name']}"

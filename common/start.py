@@ -61,9 +61,9 @@ def start(doc: Optional[str], options: Optional[Callable[[arguments.Parser], obj
     norms.add_options(parser)
     if options:
         options(parser)
-    known = {action.dest for action in parser._actions}
+    option_names = {action.dest for action in parser._actions}
     for name in defaults:
-        if name not in known:
+        if name not in option_names:
             raise TypeError(f"start({name}=...): there is no option --{name}; add one of your own by options=")
     parser.set_defaults(**defaults)
     args = arguments.parse(parser)
@@ -98,8 +98,8 @@ def _require_a_script() -> None:
 
 def _is_a_script(path: str) -> bool:
     """Whether the file is the script that this process runs."""
-    its = getattr(sys.modules["__main__"], "__file__", None)
-    return bool(its) and os.path.exists(its) and os.path.exists(path) and os.path.samefile(its, path)
+    script_path = getattr(sys.modules["__main__"], "__file__", None)
+    return bool(script_path) and os.path.exists(script_path) and os.path.exists(path) and os.path.samefile(script_path, path)
 
 
 def _require_one_process(args: argparse.Namespace) -> None:
@@ -153,9 +153,10 @@ class Job:
         return SampleLoader(data_set, self._train_sampler, self.device, processes, collate_fn)
 
     def parallel(self, network: nn.Module) -> nn.Module:
-        """Return the network on the device of this process, in DistributedDataParallel if there are several processes.
+        """Return the network on the device of this process, in DistributedDataParallel if there are several.
 
-        One that has no weights to train needs none."""
+        A network without weights to train is not wrapped.
+        """
         network = network.to(self.device)
         if norms.over_all_ranks(self.args):
             network = norms.synchronised(network)
@@ -180,7 +181,7 @@ class Job:
             settings[name] = _without_parallel(part)
             if isinstance(part, AveragedModel):
                 self._networks.append(part)
-        run = _RunOfAll(self.args, self._train_sampler, network, **settings)
+        run = _CheckedRun(self.args, self._train_sampler, network, **settings)
         run.resume()
         devices.compile_network(self.args, network, accumulates=True)  # as a script may accumulate
         return run
@@ -193,8 +194,10 @@ class Job:
                 f"{self.world_size} processes would train apart: give job.run() what job.parallel(network) has returned"
             )
         for name, part in parts.items():
-            groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else []
-            if any(weight not in self._averaged for group in groups for weight in group["params"] if weight.requires_grad):
+            if not isinstance(part, torch.optim.Optimizer):
+                continue
+            weights = [weight for group in part.param_groups for weight in group["params"]]
+            if any(weight.requires_grad and weight not in self._averaged for weight in weights):
                 raise UserError(
                     f"{name} has weights of a network that was not given to job.parallel(): processes would train apart"
                 )
@@ -205,8 +208,10 @@ class Job:
         return total
 
     def mean(self, total: float, samples: int) -> float:
-        """Return the mean over a data set that is evaluated. `total`: the sum over the samples of this process; `samples`: the
-        length of the whole data set."""
+        """Return the mean over a data set that is evaluated.
+
+        `total`: the sum over the samples of this process; `samples`: the length of the whole data set.
+        """
         if samples not in self._lengths:
             lengths = " or ".join(map(str, sorted(self._lengths)))
             raise ValueError(
@@ -220,16 +225,18 @@ class Job:
             progress.say(text)
 
 
-class _RunOfAll(Run):
-    """Refuses what one process alone has measured, and steps with samples that are not those of the training."""
+class _CheckedRun(Run):
+    """A Run that refuses any loader but the training's, and metrics that differ between processes."""
 
     def steps(self, loader: TrainLoader) -> Iterator[Any]:
+        """Yield the batches of the training's loader; raise UserError for any other loader."""
         if getattr(loader, "sampler", None) is not self.sampler:
             kind = type(loader).__name__
             raise UserError(f"run.steps() was given another {kind} than job.loader(train_set, shuffle=True) has returned")
         yield from super().steps(loader)
 
     def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
+        """End the epoch; raise UserError if the value of a metric differs between processes."""
         for name, value in metrics.items():
             lowest, highest = reduce([float(value), -float(value)], "MIN")
             if lowest != -highest and not math.isnan(lowest):
@@ -243,8 +250,8 @@ class _RunOfAll(Run):
 class _EvaluationLoader(SampleLoader):
     """Before each pass, copies the buffers of rank 0, which the checkpoint has, to all processes."""
 
-    def __init__(self, networks: list[nn.Module], *how: Any):
-        super().__init__(*how)
+    def __init__(self, networks: list[nn.Module], *args: Any):
+        super().__init__(*args)
         self._networks = networks
 
     def __iter__(self) -> Iterator[Any]:

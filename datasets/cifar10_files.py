@@ -77,7 +77,7 @@ def _may_be_unpacked_again(folder: str, root: str, args: argparse.Namespace) -> 
     """Whether a job may replace the folder if its archive has changed."""
     if os.path.exists(os.path.join(folder, untrusted.NOTE)) or not args.data_url:
         return os.access(root, os.W_OK)  # a read-only one was prepared by a user
-    return is_address(args.data_url) and not any(name.startswith(f"{FOLDER}/") for name in index.fetched(root))
+    return is_address(args.data_url) and not any(name.startswith(f"{FOLDER}/") for name in index.fetched_names(root))
 
 
 def read(folder: str) -> tuple[Images, Images]:

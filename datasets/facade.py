@@ -97,7 +97,7 @@ class Dataset:
     def clear_memory(self, verbose: bool = False) -> None:
         before = resident_bytes()
         gc.collect()
-        devices.give_memory_back(self.device)
+        devices.empty_cache(self.device)
         if self.backend != "pytorch":
             from nvidia.dali import backend
 

@@ -108,7 +108,7 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
     if args.arch.startswith("timm/"):
         from common.models import of_timm
 
-        values, line = of_timm.pictures(args, before)
+        values, line = of_timm.image_options(args, before)
         args = arguments.replaced(args, **values)
         lines.append(line)
     size = args.image_size

@@ -19,7 +19,7 @@ from torch.utils.data._utils import collate
 from common import devices, moments, progress
 from common.alive.stops import STOPS
 from common.devices.seeds import are_different, seeded_batch, states
-from common.errors import SampleError, TrainingFailed, UserError, is_of_the_system, one_line
+from common.errors import SampleError, TrainingFailed, UserError, is_system_error, one_line
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
 THREAD_NAME = "batches ahead"  # name of the thread that makes them
@@ -42,7 +42,7 @@ class Loader:
         self._batches = batches
         self._move = functools.partial(devices.to_device, device=device, pin=pin_memory)
         self.ids: Any = None
-        self.beside = devices.has_queues(device)  # whether the transfer happens during the training step
+        self.beside = devices.has_streams(device)  # whether the transfer happens during the training step
         self._clock = TransferClock(device)
 
     def __len__(self) -> int:
@@ -246,7 +246,7 @@ def ahead(items: Generator, depth: int) -> Iterator:
 
 def more_workers(args: argparse.Namespace) -> Iterator[str]:
     """Yield a suggestion for a slow loader, if it has fewer worker processes than its rank has cores."""
-    mine = devices.cores_of_a_rank(args)
+    mine = devices.cores_per_rank(args)
     if devices.loader_workers(args) < mine:
         yield f"--workers {mine} (the cores of this node for each rank; now {devices.loader_workers(args)})"
 
@@ -284,7 +284,7 @@ class HandsOnErrors(torch.utils.data.Dataset):
         except (UserError, TrainingFailed) as error:  # their texts already name the cause
             return error
         except (Exception, SystemExit) as error:  # a data set that calls sys.exit() would end a process without a word
-            if is_of_the_system(error):
+            if is_system_error(error):
                 return error
             text = f"{self._culprit(epoch, ids)}: {type(error).__name__}: {one_line(error)[:300]}"
             raise SampleError(text) from error

@@ -32,7 +32,7 @@ def add_options(parser: arguments.Parser) -> None:
     data.add_argument("--crop", type=arguments.number(int, at_least=11), help="height and width in pixels that the network "
                       f"sees; unset: {CROP}, with --custom_data {SYNTHETIC_CROP}")  # fmt: skip
     files.add_max_megapixels(data)
-    arguments.also_named(parser, TEMPLATE)
+    arguments.add_aliases(parser, TEMPLATE)
     parser.reads = reads
 
 

@@ -22,7 +22,7 @@ from common import progress
 from common.alive.stops import STOPS
 from common.devices.diagnosis import KILLED
 from common.errors import STOP_SIGNALS, TrainingFailed, UserError, one_line
-from common.files import scratch_folder
+from common.files import create_scratch_folder
 
 SHARED_MEMORY = "/dev/shm"
 STOP_SECONDS = 1  # longest wait for workers to end when the job is told to stop
@@ -92,7 +92,7 @@ def _make_socket_folder():
     """Make a folder for the sockets of loader processes, unless the disk is full. After a kill, the next start removes it."""
     this: Any = multiprocessing.current_process()
     with contextlib.suppress(OSError):  # the disk may be full
-        folder = scratch_folder()
+        folder = create_scratch_folder()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         if len(folder) < 80:  # the path of a socket may have 107 bytes
             this._config["tempdir"] = folder  # inherited by the processes that it starts

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Callable, ClassVar, Optional
 import numpy as np
 
 from common.address import is_fetchable_name
-from common.errors import TrainingFailed, UserError, is_of_the_system, one_line
+from common.errors import TrainingFailed, UserError, is_system_error, one_line
 from common.files import MIB, open_regular
 from common.weights.unpickler import PlainUnpickler, opcodes
 
@@ -99,7 +99,7 @@ def unpack(
         os.rename(unfinished, folder)
         shutil.rmtree(os.path.join(folder, ".replaced"), ignore_errors=True)
     except (*DAMAGES, OSError) as error:
-        if is_of_the_system(error):
+        if is_system_error(error):
             raise TrainingFailed(f"{archive} cannot be unpacked: {one_line(error)}; mend that and start again") from None
         raise UserError(f"{archive} cannot be unpacked: {one_line(error)[:200]}; make or fetch it again") from None
     finally:

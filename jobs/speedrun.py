@@ -51,7 +51,7 @@ from common import arguments, devices, progress, storage, world
 from common.checkpoints.run_bucket import RunBucket
 from common.devices import graphs
 from common.errors import UserError
-from common.files import append, drop_half_a_line
+from common.files import append, drop_partial_line
 from common.job import run_job
 from common.models import resnet18
 from datasets import cifar10
@@ -139,7 +139,7 @@ def record_run(args, device, row):
         RunBucket(args).fetch_growing_files()
     line = json.dumps({**row, **about, "torch": str(torch.__version__)}).encode()
     with open(os.path.join(args.output_dir, "runs.jsonl"), "a+b", buffering=0) as file:
-        drop_half_a_line(file)
+        drop_partial_line(file)
         append(file, line + b"\n")
     if args.output_url:
         storage.publish(args.output_dir, args.output_url)
@@ -201,7 +201,7 @@ class Training:
         self.begin_anew()
 
         self.model.train()
-        batches = zip(progress.counted(sizes, f"seed {seed}", "step"), order.split(batch), mirrored.split(batch))
+        batches = zip(progress.with_bar(sizes, f"seed {seed}", "step"), order.split(batch), mirrored.split(batch))
         for number, (size, ids, its_mirrored) in enumerate(batches):
             done = number / len(sizes)
             for group in self.sgd.param_groups:

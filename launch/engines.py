@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from common.errors import UserError, one_line
-from common.packages import PYTHON, TORCH, first_two
+from common.packages import PYTHON, TORCH, major_minor
 
 # ModelArts' engines with PyTorch, as its page listed them on 2026-07-02: the newest for GPUs, an older one, one for NPUs.
 MODELARTS = (
@@ -29,7 +29,7 @@ def read(name: str) -> Engine:
             f"--engine {one_line(name)} is no engine's name: give it as the console lists it, such as {MODELARTS[0]}"
         )
     framework, torch, toolkit, python = found.groups()
-    engine = Engine(first_two(torch), first_two(python), toolkit == "cann")
+    engine = Engine(major_minor(torch), major_minor(python), toolkit == "cann")
     fits = MODELARTS[2] if engine.for_npus else MODELARTS[0]
     if framework != "pytorch":
         raise UserError(f"--engine {name} has {framework}: a job needs PyTorch, such as {fits}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Callable, NoReturn, Optional, Union
 
 from common.arguments import typed
-from common.errors import TrainingFailed, UserError, of_a_file, one_line
+from common.errors import TrainingFailed, UserError, file_error, one_line
 from common.secrets import HIDDEN, is_secret
 
 
@@ -17,7 +17,7 @@ class VerbParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: object = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args(typed.as_meant(self, words, from_a_console=False), namespace)
+        return super().parse_known_args(typed.normalize(self, words, from_a_console=False), namespace)
 
     def error(self, message: str) -> NoReturn:
         takes_a_job = any(action.dest == "job" for action in self._actions)
@@ -62,6 +62,6 @@ def run_for_exit_code(work: Callable[[], Optional[int]], place: Optional[str] = 
     except OSError as error:
         words = (error.filename or place, error.strerror or error)
         print(f"error: {': '.join(one_line(word) for word in words if word)}", file=sys.stderr, flush=True)
-        return of_a_file(error, "").exit_code
+        return file_error(error, "").exit_code
     except KeyboardInterrupt:
         return 130

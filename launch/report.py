@@ -55,7 +55,7 @@ def _local(run: str, scratch: str) -> str:
 def fetch_files(run: str, folder: str, wanted: Callable[[str], bool]) -> None:
     """Fetch the files of a run in a bucket whose names are `wanted`."""
     place = bucket.Bucket(run, print)
-    items = {place.relative(item.key): item for item in place.items(place.below())}
+    items = {place.relative(item.key): item for item in place.items(place.key_prefix())}
     os.makedirs(folder, exist_ok=True)
     if found := {name: item for name, item in items.items() if wanted(name)}:
         download.fetch_items(place, found, folder)

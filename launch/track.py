@@ -43,7 +43,7 @@ def track(run: str, to: str, follow: bool) -> None:
         while not _send(run, folder, follower, over):
             over = has_ended(folder)  # and looks again: the other files may be older than the journal
             time.sleep(PAUSE)
-    print(f"{to} has all rows: {follower.rows} were sent now")
+    print(f"{to} has all rows: {follower.num_sent} were sent now")
 
 
 def _send(run: str, folder: str, follower: Follower, last: bool) -> bool:

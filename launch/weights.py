@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
 
 
 def bring(name: str, to: str) -> None:
-    weights = by_name.find_alone(name)
+    weights = by_name.find_by_full_name(name)
     if not is_bucket(to):
         print(f"--weights {_write(weights, to)}")
         return

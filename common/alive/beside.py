@@ -20,7 +20,7 @@ from typing import Any, Callable, NoReturn, Optional
 from common.alive import heartbeat
 from common.alive.worker import Worker
 from common.errors import STOP_SIGNALS, one_line
-from common.files import scratch_folder
+from common.files import create_scratch_folder
 
 ANSWER_SECONDS = 10  # how long a rank waits for an answer from its watcher
 ENDING_SECONDS = 2  # how long a rank may take to end by itself before it is killed
@@ -128,7 +128,7 @@ def start(rank: int, watch: Callable[[Worker], None], on_exit: Callable[[], None
 
     `on_exit`: called in a thread of this process when the watcher has ended.
     """
-    folder = scratch_folder()
+    folder = create_scratch_folder()
     worker = Worker(rank, os.path.join(folder, "worker"))
     rank_socket, watcher_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.getpid()

@@ -21,7 +21,7 @@ from common.alive.wire import secret
 from common.alive.wire.channel import Go
 from common.alive.worker import Fault, Worker
 from common.errors import STOP_SIGNALS, one_line, report_failure
-from common.files import scratch_folder
+from common.files import create_scratch_folder
 from common.machine import cores
 from common.world import PLATFORM, World, naming, network
 
@@ -76,7 +76,7 @@ class Supervisor:
 
     def train(self, go: Go, policy: NodePolicy) -> int:
         """Start the workers, watch them until the policy ends it, and end those that still run; return the exit code."""
-        folder = scratch_folder()
+        folder = create_scratch_folder()
         try:
             self._start_workers(go, folder)
             return self.loop.run(policy)

@@ -91,6 +91,7 @@ class Parser(argparse.ArgumentParser):
     respell: Callable[..., tuple[list[str], list[str]]] = staticmethod(lambda parser, words: (words, []))
 
     def error(self, message: str) -> NoReturn:
+        """End with exit code 2 after one line that says what is wrong."""
         if len(message) > 1000:
             message = f"{message[:800]}... (and {len(message) - 800:,} letters more)"
         report_failure(f"{message}; --help lists every option")
@@ -110,20 +111,21 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 
 
 def add_label_smoothing(group: argparse._ArgumentGroup) -> None:
+    """Add --label_smoothing."""
     fraction = number(float, at_least=0, below=1)
     group.add_argument("--label_smoothing", type=fraction, default=0.1, help="fraction of the target spread over all classes")
 
 
 def add_compile(group: argparse._ArgumentGroup) -> None:
     """Add --compile, for jobs that call devices.compile_network()."""
-    does = "torch.compile the network and the loss: faster steps, after first ones that take a minute"
-    group.add_argument("--compile", type=boolean, default=False, help=does)
+    compile_help = "torch.compile the network and the loss: faster steps, after first ones that take a minute"
+    group.add_argument("--compile", type=boolean, default=False, help=compile_help)
 
 
 def bare_parser(doc: Optional[str], data: str) -> Parser:
     """Return a parser with the options that every job has. `doc`: the text of --help; `data`: the help of --data_url."""
     parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
-    absent = {
+    defaults = {
         "doctor": False,
         "find_max_batch": False,
         "evaluate": False,
@@ -137,13 +139,13 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
         "largest_growth": None,
     }
     # For jobs that have no such options, need no special device, or do not describe their data for the report.
-    parser.set_defaults(**absent, needs=(), data=None)
+    parser.set_defaults(**defaults, needs=(), data=None)
     rank = number(int, at_least=0)
     seed = number(int, at_least=0, below=2**31)
 
     add = parser.add_argument_group("training").add_argument
-    which = "true: the GPU (or NPU, XPU), an error without one; false: the CPU; unset: the GPU if there is one"
-    add("--enable_gpu", type=boolean, help=which)
+    gpu_help = "true: the GPU (or NPU, XPU), an error without one; false: the CPU; unset: the GPU if there is one"
+    add("--enable_gpu", type=boolean, help=gpu_help)
     kinds = ("cuda", "npu", "xpu", "mps", "cpu")
     add("--device", choices=kinds, help="the kind of device, an error without one; unset: --enable_gpu decides")
     add("--seed", type=seed, default=0, help="seed of the first weights, the order of the samples and the augmentation")
@@ -157,10 +159,12 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
     )
 
     add = parser.add_argument_group("output and restart").add_argument
-    place = "folder or bucket (s3://, obs://, oss://) for the results of the job; unset: output_dir/JOB"
-    add("--output_dir", "--train_url", help=place)
-    waits = "seconds to wait for a store or a mount that does not answer; a training without a step hangs after a fifth of it"
-    add("--patience", type=number(float, at_least=10), default=patience.DEFAULT, help=waits)
+    output_help = "folder or bucket (s3://, obs://, oss://) for the results of the job; unset: output_dir/JOB"
+    add("--output_dir", "--train_url", help=output_help)
+    patience_help = (
+        "seconds to wait for a store or a mount that does not answer; a training without a step hangs after a fifth of it"
+    )
+    add("--patience", type=number(float, at_least=10), default=patience.DEFAULT, help=patience_help)
 
     add = parser.add_argument_group("distributed (set by the platform)").add_argument
     add("--init_method", help="tcp://HOST:PORT of the first node")
@@ -170,8 +174,8 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
 
     add = parser.add_argument_group("short runs and diagnosis").add_argument
     add("--max_samples", type=COUNT, help="use only the first N training images and the first N test images")
-    passes = "an option that the platform adds and this job does not have; several with commas between them"
-    add("--ignore", action="append", default=[], metavar="NAME", help=passes)
+    ignore_help = "an option that the platform adds and this job does not have; several with commas between them"
+    add("--ignore", action="append", default=[], metavar="NAME", help=ignore_help)
     add("--version", action="version", version=f"anyrank {VERSION}", help="print the version and end")
     return parser
 
@@ -185,48 +189,54 @@ def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Par
     add("--batch_size", type=COUNT, default=128, help="samples per step and device")
     add("--lr", type=POSITIVE, default=0.1, help="highest learning rate of the schedule")
     add("--weight_decay", type=number(float, at_least=0), default=5e-4, help="decay of the weights towards zero")
-    same = "take the algorithms of a GPU that give the same bits in every run, which are slower; a CPU's always do"
-    add("--deterministic", type=boolean, default=False, help=same)
+    deterministic_help = (
+        "take the algorithms of a GPU that give the same bits in every run, which are slower; a CPU's always do"
+    )
+    add("--deterministic", type=boolean, default=False, help=deterministic_help)
 
     add = group(parser, "data").add_argument
-    unset = "; unset: this node's cores, divided among its ranks" if workers is None else ""
-    loads = f"loader processes of each rank; 0: the rank's own process loads{unset}"
-    add("--workers", type=number(int, at_least=0, below=257), default=workers, help=loads)
+    workers_default = "; unset: this node's cores, divided among its ranks" if workers is None else ""
+    workers_help = f"loader processes of each rank; 0: the rank's own process loads{workers_default}"
+    add("--workers", type=number(int, at_least=0, below=257), default=workers, help=workers_help)
 
     add = group(parser, "output").add_argument
-    where = "auto: go on from the newest valid checkpoint; never: start afresh; or the PATH of a checkpoint"
-    what = "with --resume never: delete the run that is in the output folder; with --resume PATH: its later checkpoints"
-    add("--resume", default="auto", help=where)
-    add("--overwrite", type=boolean, default=False, help=what)
+    resume_help = "auto: go on from the newest valid checkpoint; never: start afresh; or the PATH of a checkpoint"
+    overwrite_help = (
+        "with --resume never: delete the run that is in the output folder; with --resume PATH: its later checkpoints"
+    )
+    add("--resume", default="auto", help=resume_help)
+    add("--overwrite", type=boolean, default=False, help=overwrite_help)
     add("--save_steps", type=COUNT, help="also save a checkpoint every N steps")
-    pause = "seconds between two lines of a log, not of a terminal: 5 or more; unset: 5, later 30, after an hour 60"
-    add("--log_seconds", type=number(float, at_least=5), help=pause)
+    log_help = "seconds between two lines of a log, not of a terminal: 5 or more; unset: 5, later 30, after an hour 60"
+    add("--log_seconds", type=number(float, at_least=5), help=log_help)
     add("--save_seconds", type=POSITIVE, default=300.0, help="also save a checkpoint every N seconds")
     add("--keep", type=COUNT, default=2, help="how many checkpoints to keep: the last N, and the best")
     add("--max_hours", type=POSITIVE, help="save and exit with 0 after N hours; the same command goes on")
-    sends = "send the curves to mlflow, wandb or swanlab (several with commas), whose own variables have address and key"
-    add("--track", type=_trackers, help=sends)
+    track_help = "send the curves to mlflow, wandb or swanlab (several with commas), whose own variables have address and key"
+    add("--track", type=_trackers, help=track_help)
     add("--ledger", type=boolean, default=False, help="write the ids of the trained samples, step by step, to ledger/")
 
     add = group(parser, "short runs").add_argument
-    looks = "check every node for what makes runs fail, print one table, the worst first, and end before training"
-    records = (
+    doctor_help = "check every node for what makes runs fail, print one table, the worst first, and end before training"
+    profile_help = (
         "a trace of what each operation took in steps 11 to 20, for ui.perfetto.dev in the output folder, "
         "and a table of it in the log; the run goes on"
     )
     add("--max_steps", type=COUNT, help="stop after N steps of the run, then evaluate and save")
-    add("--doctor", type=boolean, default=False, help=looks)
+    add("--doctor", type=boolean, default=False, help=doctor_help)
     add("--doctor_seconds", type=POSITIVE, default=30.0, help="how long the doctor waits for the other nodes")
-    add("--profile", type=boolean, default=False, help=records)
-    tries = "only find the largest --batch_size that a GPU has memory for, by steps of this job with more and more samples"
-    add("--find_max_batch", type=boolean, default=False, help=tries)
+    add("--profile", type=boolean, default=False, help=profile_help)
+    max_batch_help = (
+        "only find the largest --batch_size that a GPU has memory for, by steps of this job with more and more samples"
+    )
+    add("--find_max_batch", type=boolean, default=False, help=max_batch_help)
     return parser
 
 
 def _trackers(text: str) -> str:
     names = dict.fromkeys(text.split(","))
-    if wrong := [name for name in names if name not in TRACKERS]:
-        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(TRACKERS)}")
+    if unknown := [name for name in names if name not in TRACKERS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(TRACKERS)}")
     return ",".join(names)
 
 
@@ -242,10 +252,10 @@ def explain(parser: Parser, **texts: str) -> None:
         action.help = texts.get(action.dest, action.help)
 
 
-def also_named(parser: Parser, names: Mapping[str, str]) -> None:
+def add_aliases(parser: Parser, names: Mapping[str, str]) -> None:
     """Accept other names for options: {other name: option}, both without dashes."""
-    for name, meant in names.items():
-        action = parser._option_string_actions[f"--{meant}"]
+    for name, option in names.items():
+        action = parser._option_string_actions[f"--{option}"]
         action.option_strings = [*action.option_strings, f"--{name}"]
         parser._option_string_actions[f"--{name}"] = action
 
@@ -258,27 +268,28 @@ def group(parser: Parser, title: str) -> argparse._ArgumentGroup:
 def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str, str] = os.environ) -> Arguments:
     """Parse the options; find the folders and this process's place. A wrong option exits with code 2, or raises UserError."""
     words, remarks = parser.respell(parser, sys.argv[1:] if argv is None else argv)
-    words = typed.as_meant(parser, words)
+    words = typed.normalize(parser, words)
     defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
     recipes = [word.partition("=")[2] for word in words if word.startswith("--recipe=")]
-    parser.set_defaults(**parser.recipes.get(recipes[-1], {}) if recipes else {})
+    if recipes:
+        parser.set_defaults(**parser.recipes.get(recipes[-1], {}))
     args, unknown = parser.parse_known_args(words)
     actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
-    given = {action.dest for action in actions if action}
-    args.given = {name: value for name, value in vars(args).items() if name in given}
+    given_names = {action.dest for action in actions if action}
+    args.given = {name: value for name, value in vars(args).items() if name in given_names}
     args.changed = {name: defaults[name] for name, value in vars(args).items() if name in defaults and value != defaults[name]}
-    others = typed.unknown_options(parser, unknown, args.ignore)
+    extra_options = typed.unknown_options(parser, unknown, args.ignore)
     patience.use(args.patience)
     args.job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
     try:
-        _which_device(args)
+        _resolve_device(args)
         vars(args).update(folders.resolve(args, environ))
-        folders.refuse_other_names(args, others, environ)
+        folders.refuse_other_names(args, extra_options, environ)
     except UserError as error:
         parser.error(one_line(error))
-    typed.refuse_unknown(parser, [name for name, value in others.items() if not folders.is_of_the_platform(value)])
+    typed.refuse_unknown(parser, [name for name, value in extra_options.items() if not folders.is_platform_path(value)])
     moments.announce("arguments", args)
-    args.world = world.here(args, environ)
+    args.world = world.find_place(args, environ)
     if args.world.rank == 0 and not heartbeat.has_parent():
         for remark in remarks:
             print(remark, flush=True)
@@ -294,7 +305,7 @@ def replaced(args: argparse.Namespace, **values: Any) -> Arguments:
     return Arguments(**{**vars(args), **values})
 
 
-def _which_device(args: argparse.Namespace) -> None:
+def _resolve_device(args: argparse.Namespace) -> None:
     """Set --enable_gpu according to --device, if that is given; raise UserError if the two contradict each other."""
     if args.device and args.enable_gpu in (None, args.device != "cpu"):
         args.enable_gpu = args.device != "cpu"
@@ -304,8 +315,10 @@ def _which_device(args: argparse.Namespace) -> None:
 
 def plain_values(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the items of vars(args) or args.given that are a string, number, boolean, None or tuple, with secrets masked."""
-    values = {name: value for name, value in args.items() if isinstance(value, (str, int, float, bool, type(None), tuple))}
-    return {
-        name: value if not isinstance(value, str) else secrets.HIDDEN if secrets.is_secret(name) else secrets.mask(value)
-        for name, value in values.items()
-    }
+    values: dict[str, Any] = {}
+    for name, value in args.items():
+        if isinstance(value, str):
+            values[name] = secrets.HIDDEN if secrets.is_secret(name) else secrets.mask(value)
+        elif value is None or isinstance(value, (int, float, tuple)):  # a bool is an int
+            values[name] = value
+    return values

@@ -31,7 +31,7 @@ MEANINGS = {
     "checkpoint": "resume", "random_seed": "seed", "img_size": "image_size", "size": "image_size", "pretrained": "weights",
 }  # fmt: skip
 
-OF_SEVERAL_DEVICES = {"nproc_per_node", "join_seconds", "max_restarts"}
+MULTI_DEVICE_OPTIONS = {"nproc_per_node", "join_seconds", "max_restarts"}
 YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -43,33 +43,33 @@ def boolean(text: str) -> bool:
     return value
 
 
-def as_meant(parser: argparse.ArgumentParser, argv: list[str], from_a_console: bool = True) -> list[str]:
+def normalize(parser: argparse.ArgumentParser, argv: list[str], from_a_console: bool = True) -> list[str]:
     """Return the words in the form that argparse reads: underscores in names, `=` before values, a bare boolean as true.
 
     `from_a_console`: remove blanks that were typed around a value. An option with an empty value is dropped.
     """
-    given = []
+    normalized = []
     words = list(reversed(argv))
-    trimmed = str.strip if from_a_console else str
+    trim = str.strip if from_a_console else str
     while words:
         word = words.pop()
-        name, equals, value = word.partition("=")
-        name = _our_name(parser, name)
+        name, separator, value = word.partition("=")
+        name = _canonical_name(parser, name)
         action = parser._option_string_actions.get(name)
         if action is None or action.nargs == 0 or not name.startswith("--"):
-            given.append(word)
-        elif equals:
-            given += _with_value(name, trimmed(value))
-        elif action.type is boolean and not (words and _may_be_its_value(parser, words[-1])):
-            given.append(f"{name}=true")
+            normalized.append(word)
+        elif separator:
+            normalized += _with_value(name, trim(value))
+        elif action.type is boolean and not (words and _may_be_value(parser, words[-1])):
+            normalized.append(f"{name}=true")
         elif not words or words[-1].startswith("--"):
-            given.append(name)  # argparse reports the missing value
+            normalized.append(name)  # argparse reports the missing value
         else:
-            given += _with_value(name, trimmed(words.pop()))
-    return given
+            normalized += _with_value(name, trim(words.pop()))
+    return normalized
 
 
-def _may_be_its_value(parser: argparse.ArgumentParser, word: str) -> bool:
+def _may_be_value(parser: argparse.ArgumentParser, word: str) -> bool:
     """Whether the word after a boolean option was meant as its value, right or wrong."""
     if word.strip().lower() in YES_OR_NO:
         return True
@@ -77,70 +77,77 @@ def _may_be_its_value(parser: argparse.ArgumentParser, word: str) -> bool:
     return not (takes_arguments or word.startswith("-") or os.sep in word or os.path.exists(word))
 
 
-def _our_name(parser: argparse.ArgumentParser, name: str) -> str:
+def _canonical_name(parser: argparse.ArgumentParser, name: str) -> str:
     """Return --batch_size for --batch-size if there is such an option; any other name unchanged."""
-    ours = "--" + name[2:].replace("-", "_")
-    return ours if name.startswith("--") and ours in parser._option_string_actions else name
+    canonical = "--" + name[2:].replace("-", "_")
+    return canonical if name.startswith("--") and canonical in parser._option_string_actions else name
 
 
 def _with_value(name: str, value: str) -> list[str]:
     if not value:
         return []
-    return [name if value == "--" else f"{name}={value}"]  # `--` would be taken for the end of the options
+    if value == "--":  # it would be taken for the end of the options
+        return [name]
+    return [f"{name}={value}"]
 
 
-def names_of(parser: argparse.ArgumentParser) -> list[str]:
+def option_names(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the names of all options, without dashes before them."""
     return [option.lstrip("-") for action in parser._actions for option in action.option_strings]
 
 
 def unknown_options(parser: argparse.ArgumentParser, unknown: list[str], ignore: Iterable[str]) -> dict[str, str]:
     """Return {name: value} of the unknown options, without those of platforms and --ignore; refuse a word that is no option."""
-    passed = {*PLATFORM_OPTIONS, *(normal_name(name) for names in ignore for name in names.split(","))}
-    found = {}
+    ignored = {*PLATFORM_OPTIONS, *(normal_name(name) for names in ignore for name in names.split(","))}
+    options = {}
     words = list(reversed(unknown))
     while words:
-        name, equals, value = words.pop().partition("=")
+        name, separator, value = words.pop().partition("=")
         if not name.startswith("--") or name == "--":
-            parser.error(_stands_alone(name + equals + value, names_of(parser)))
-        if not equals and words and not words[-1].startswith("-"):
+            parser.error(_stray_word_error(name + separator + value, option_names(parser)))
+        if not separator and words and not words[-1].startswith("-"):
             value = words.pop()
-        if normal_name(name) not in passed:
-            found[name.lstrip("-")] = value
-    return found
+        if normal_name(name) not in ignored:
+            options[name.lstrip("-")] = value
+    return options
 
 
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: Iterable[str]) -> None:
+    """End with an error for the first of these unknown options, if any, with what to do."""
     for name in unknown:
-        meant = nearest(name, names_of(parser))
-        shown = one_line(name)[:80]
-        if normal_name(name) in OF_SEVERAL_DEVICES:
+        suggestion = nearest(name, option_names(parser))
+        shown_name = one_line(name)[:80]
+        if normal_name(name) in MULTI_DEVICE_OPTIONS:
             job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
             parser.error(
-                f"--{shown} is for jobs of several devices, and {job}.py trains on one: {advice_for_several_devices(job)}"
+                f"--{shown_name} is for jobs of several devices, and {job}.py trains on one: {advice_for_several_devices(job)}"
             )
-        or_else = f"did you mean --{meant}?" if meant else f"where the platform adds it, give --ignore {shown}"
-        parser.error(f"unknown option --{shown}: {or_else}")
+        advice = f"did you mean --{suggestion}?" if suggestion else f"where the platform adds it, give --ignore {shown_name}"
+        parser.error(f"unknown option --{shown_name}: {advice}")
 
 
 def normal_name(name: str) -> str:
+    """Return the name of an option without dashes before it, and with underscores in it."""
     return name.strip().lstrip("-").replace("-", "_")
 
 
-def nearest(name: str, known: Collection[str]) -> Optional[str]:
+def nearest(name: str, options: Collection[str]) -> Optional[str]:
     """Return the known option that is probably meant by a name that is mistyped, shortened or of another program; else None."""
-    meant = normal_name(name)[:64]
-    if MEANINGS.get(meant) in known:
-        return MEANINGS[meant]
-    begins = [option for option in known if len(meant) > 2 and option.startswith(meant)]
-    return next(iter(begins or difflib.get_close_matches(meant, known, n=1, cutoff=0.75)), None)
+    normalized = normal_name(name)[:64]
+    if MEANINGS.get(normalized) in options:
+        return MEANINGS[normalized]
+    with_prefix = [option for option in options if len(normalized) > 2 and option.startswith(normalized)]
+    return next(iter(with_prefix or difflib.get_close_matches(normalized, options, n=1, cutoff=0.75)), None)
 
 
-def _stands_alone(word: str, known: Collection[str]) -> str:
+def _stray_word_error(word: str, options: Collection[str]) -> str:
     """Return the error text for a short option such as -b, or for a word that belongs to no option."""
-    shown = one_line(word)[:80]
+    shown_word = one_line(word)[:80]
     if re.fullmatch(r"-[A-Za-z].*", word):
-        first = sorted(option for option in known if option.startswith(word[1]))
-        near = nearest(word, known) or next(iter(first), None)
-        return f"unknown option {shown}: " + (f"did you mean --{near}?" if near else "options begin with two dashes")
-    looks_like_data = os.sep in word or os.path.exists(word)
-    return f"{shown!r} belongs to no option" + (f": did you mean --data_url {shown}?" if looks_like_data else "")
+        same_letter = [option for option in options if option.startswith(word[1])]
+        suggestion = nearest(word, options) or min(same_letter, default=None)
+        advice = f"did you mean --{suggestion}?" if suggestion else "options begin with two dashes"
+        return f"unknown option {shown_word}: {advice}"
+    if os.sep in word or os.path.exists(word):  # it looks like data
+        return f"{shown_word!r} belongs to no option: did you mean --data_url {shown_word}?"
+    return f"{shown_word!r} belongs to no option"

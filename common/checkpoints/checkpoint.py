@@ -23,7 +23,16 @@ import torch
 from common import devices
 from common.checkpoints import names
 from common.errors import UserError, one_line
-from common.files import TEMPORARY, contents, give_name, raising_taken_over, remove, temporary, unfinished, write_aside
+from common.files import (
+    TEMPORARY,
+    contents,
+    give_name,
+    raising_taken_over,
+    remove,
+    temporary_path,
+    unfinished_files,
+    write_aside,
+)
 from common.weights.files import encode
 from common.weights.plain import Refused, check
 
@@ -142,7 +151,7 @@ def write(folder: str, state: dict, about: dict) -> None:
     except OSError:
         for target in (path, manifest_path):
             with contextlib.suppress(OSError):
-                os.unlink(temporary(target))
+                os.unlink(temporary_path(target))
         raise
     give_name(manifest_path)
 
@@ -178,7 +187,7 @@ def read_verified(path: str) -> tuple[dict, bytes]:
         try:
             return _read_manifest(manifest_path, content), content
         except _DAMAGE as error:
-            for temporary_path in unfinished(manifest_path):
+            for temporary_path in unfinished_files(manifest_path):
                 with contextlib.suppress(*_DAMAGE):
                     return _read_manifest(temporary_path, content), content
             raise error from None

@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from common.errors import TrainingFailed
-from common.files import TakenOver, append, claim, drop_half_a_line, open_regular, own_copy, remove, tidy
+from common.files import TakenOver, append, claim, drop_partial_line, open_regular, remove, replace_with_copy, tidy
 
 
 class Evidence:
@@ -41,8 +41,8 @@ class Evidence:
                 if not needs_attempt:  # this rank writes nothing else, so has claimed no folder
                     claim(folder, f"rank_{rank}")
                     tidy()
-                self._ledger = own_copy(os.path.join(folder, f"rank_{rank}.jsonl"), os.O_APPEND)
-                drop_half_a_line(self._ledger)
+                self._ledger = replace_with_copy(os.path.join(folder, f"rank_{rank}.jsonl"), os.O_APPEND)
+                drop_partial_line(self._ledger)
 
     def begin(self, epoch: int, consumed: int) -> None:
         """Note in the ledger, if this rank has one, that a start begins at this step."""
@@ -99,7 +99,7 @@ class Attempt:
         self.died_twice_in = died_in if died_in[0] >= 0 and died_in == died_in_earlier else None
         self._died_in = died_in if died_in[0] >= 0 else died_in_earlier
         with self._warning_once():
-            self._file = own_copy(self._path)
+            self._file = replace_with_copy(self._path)
         self.set(-1, -1)
 
     def set(self, epoch: int, consumed: int) -> None:

@@ -19,7 +19,7 @@ from common.errors import UserError, one_line
 from common.files import MIB, contents, open_regular
 from common.models import classifiers
 from common.ranks import collectives
-from common.weights.files import BESIDE, DIGEST, OF_TORCHVISION, beside, evaluated_weights, plain_name
+from common.weights.files import DIGEST, METADATA_FIELDS, TORCHVISION_DIGEST, beside, evaluated_weights, plain_name
 
 # torchvision's files of DenseNet have an old name: "norm.1.weight" for "norm1.weight".
 OLD_KEY = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
@@ -43,7 +43,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
         state = {OLD_KEY.sub(r"\1\2", name): tensor for name, tensor in state.items()}
         if not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
             raise ValueError("it holds more than tensors")
-    except tensors.OldForm:
+    except tensors.LegacyFormat:
         raise UserError(
             f"{path} is in the form before torch 1.6, in which no damage is noticed: save it again with torch.save, or make "
             f"{path}{DIGEST} with sha256sum"
@@ -63,7 +63,7 @@ def _read_and_verify(path: str) -> tuple[Any, bool]:
             return checkpoint.read_verified(path)[1], True
         content = _read_bytes(path)
         if not os.path.exists(path + DIGEST):
-            match = OF_TORCHVISION.search(path)
+            match = TORCHVISION_DIGEST.search(path)
             if match and hashlib.sha256(content).hexdigest().startswith(match[1]):
                 return content, True
             if match and not match[1].isdigit():  # digits alone may be a date
@@ -83,11 +83,11 @@ def _read_and_verify(path: str) -> tuple[Any, bool]:
 
 def _read_bytes(path: str) -> bytes:
     """Return the bytes of a file of weights; of any other file, which may have gigabytes, only the first 100."""
-    from common.weights.tensors import begins
+    from common.weights.tensors import has_known_header
 
     with open_regular(path) as file:
         head = file.read(100)
-        return head + file.read() if begins(head) else head
+        return head + file.read() if has_known_header(head) else head
 
 
 def local_weights(path: str, inputs: str, say: Callable) -> str:
@@ -106,14 +106,14 @@ def local_weights(path: str, inputs: str, say: Callable) -> str:
 
     def fetch(lease: once.Lease) -> None:
         remote = bucket.Bucket(url, say)
-        items = {remote.relative(item.key): item for item in remote.items(remote.below() + name.removesuffix(".pth"))}
+        items = {remote.relative(item.key): item for item in remote.items(remote.key_prefix() + name.removesuffix(".pth"))}
         needed = {file_name: items[file_name] for file_name in (name, name + DIGEST, beside(name)) if file_name in items}
         if name not in needed:
             raise UserError(f"--weights {path}: there is no {name} in {url}")
         os.makedirs(folder, exist_ok=True)
-        download.fetch_items(remote, needed, folder, remembered=True, tell=lease.tell)
+        download.fetch_items(remote, needed, folder, keeps_index=True, tell=lease.tell)
 
-    once.once_per_node(os.path.join(index.notes(folder), name), fetch)
+    once.once_per_node(os.path.join(index.make_records_folder(folder), name), fetch)
     return os.path.join(folder, name)
 
 
@@ -121,7 +121,9 @@ def about_weights(path: str) -> dict[str, Any]:
     """Return the fields of BESIDE in the JSON file beside a file of weights; {} if that file is missing or unreadable."""
     with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError), open_regular(beside(path)) as file:
         fields = json.loads(file.read(MIB))
-        return {name: value for name, value in fields.items() if type(value) is BESIDE.get(name) and _is_valid(name, value)}
+        return {
+            name: value for name, value in fields.items() if type(value) is METADATA_FIELDS.get(name) and _is_valid(name, value)
+        }
     return {}
 
 

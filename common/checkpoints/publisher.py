@@ -16,8 +16,8 @@ from common.alive.stops import STOPS
 from common.checkpoints import names, run_folder
 from common.checkpoints.starts import Starts
 from common.errors import TrainingFailed, UserError, one_line
-from common.files import TEMPORARY, TakenOver, unfinished
-from common.storage.upload import Files, Uploads, changed, require_read
+from common.files import TEMPORARY, TakenOver, unfinished_files
+from common.storage.upload import Files, Uploads, changed_files, require_readable
 
 INTERVAL_SECONDS = 30  # between two looks at the folder
 STOP_SECONDS = 20  # to wait for a store after a stop signal, when the platform is about to kill the job
@@ -168,7 +168,7 @@ class Publisher:
         """Upload the files that have changed, then delete from the bucket those that are no longer kept."""
         surplus = self._surplus  # read first: what it keeps is in the folder now, so uploaded before others are deleted
         unread: list[OSError] = []
-        files = changed(self._folder, self._published, unread)
+        files = changed_files(self._folder, self._published, unread)
         manifests = {name: _content(self._path(name)) for name in files if _ending(name) == "json"}
         for name in sorted(files, key=_upload_order):
             if is_background and self._finishing.is_set():
@@ -189,7 +189,7 @@ class Publisher:
         if surplus and surplus is not self._pruned_surplus:
             self._prune(surplus)
             self._pruned_surplus = surplus
-        require_read(self._folder, unread)
+        require_readable(self._folder, unread)
 
     def _send_temporary_manifest(self, name: str) -> None:
         """If `name` is a checkpoint's file, first send its manifest under a temporary name: the bucket may have an older file.
@@ -198,7 +198,7 @@ class Publisher:
         """
         if _ending(name) == "pt":
             manifest = re.sub(r"pt$", "json", name)
-            paths = (*unfinished(self._path(manifest)), self._path(manifest))  # an unfinished one is newer
+            paths = (*unfinished_files(self._path(manifest)), self._path(manifest))  # an unfinished one is newer
             content = next(filter(None, map(_content, paths)), None)
             if content:
                 self._uploads.put(self._starts.bucket_name(manifest + TEMPORARY), content)

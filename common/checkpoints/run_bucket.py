@@ -54,7 +54,7 @@ class RunBucket:
         """
         args = self._args
         remote = self._bucket
-        items = {remote.relative(item.key): item for folder in FOLDERS for item in remote.items(remote.below() + folder)}
+        items = {remote.relative(item.key): item for folder in FOLDERS for item in remote.items(remote.key_prefix() + folder)}
         in_bucket = starts.checkpoints(items)
         on_disk = checkpoint.numbers(args.checkpoint_dir)
         if not in_bucket or check_only:
@@ -82,7 +82,7 @@ class RunBucket:
         """
         remote = self._bucket
         folder = self._args.output_dir
-        items = {remote.relative(item.key): item for item in remote.items(remote.below())}
+        items = {remote.relative(item.key): item for item in remote.items(remote.key_prefix())}
         copies = starts.copies(items)  # preferred, as a frozen earlier start may have overwritten the files themselves late
         file_names = [name for name in items if GROWING_FILE.fullmatch(name) or REPORT_FILE.fullmatch(name)]
         newest_items = {name: items[copies.get(name, name)] for name in file_names}
@@ -93,10 +93,10 @@ class RunBucket:
     def delete_run(self) -> None:
         """Delete the files of a run, manifests first. The objects that number its starts, and other files, stay."""
         remote = self._bucket
-        file_names = [remote.relative(item.key) for item in remote.items(remote.below())]
+        file_names = [remote.relative(item.key) for item in remote.items(remote.key_prefix())]
         run_files = [name for name in file_names if run_folder.is_run_file(name.removesuffix(TEMPORARY))]
         for name in sorted(run_files, key=lambda name: not name.removesuffix(TEMPORARY).endswith(".json")):
-            remote.ask("delete_object", remote.below() + name)
+            remote.ask("delete_object", remote.key_prefix() + name)
 
     # --- Publishing ---
 
@@ -104,7 +104,7 @@ class RunBucket:
         """Publish the folder from now on, in the background."""
         self._publisher = Publisher(self._args.output_dir, self._args.output_url, self._say, self._starts)
         self._publisher.start()
-        moments.listen(self, of_the_run=True)
+        moments.listen(self, ends_with_run=True)
 
     def publish_soon(self, surplus: Surplus) -> None:
         """Publish soon, as there is a new checkpoint. `surplus(names)`: returns those that are not kept."""
@@ -149,7 +149,7 @@ def _fetch_checkpoint(remote: bucket.Bucket, items: dict[str, bucket.Item], star
     remote_names = _files_of(names.of_checkpoint(samples, "pt", start))
     local_names = _files_of(names.of_checkpoint(samples, "pt"))
     if names.FOLDER + remote_names[0] not in items:
-        raise download.Damaged(f"checkpoint {remote_names[0]} is missing in {remote.url(remote.below())}")
+        raise download.Damaged(f"checkpoint {remote_names[0]} is missing in {remote.url(remote.key_prefix())}")
     for remote_name, local_name in zip(remote_names, local_names):  # the manifest last, as when it was written
         if names.FOLDER + remote_name in items:
             download.fetch_items(remote, {local_name: items[names.FOLDER + remote_name]}, folder)
@@ -169,7 +169,7 @@ def _refuse_another_run(
     remote: bucket.Bucket, newest_remote: tuple[int, int], newest_local: int, args: argparse.Namespace
 ) -> None:
     """Raise UserError if the newest checkpoints in the bucket and on the disk are of different runs."""
-    key = remote.below() + names.FOLDER + names.of_checkpoint(newest_remote[1], "json", newest_remote[0])
+    key = remote.key_prefix() + names.FOLDER + names.of_checkpoint(newest_remote[1], "json", newest_remote[0])
     content = remote.ask("get_object", key, work=lambda answer: answer["Body"].read())
     manifest_path = Path(checkpoint.path_of(args.checkpoint_dir, newest_local)).with_suffix(".json")
     if _run_id(content) != _run_id(manifest_path.read_bytes()):
@@ -194,7 +194,7 @@ def fetch_resume_path(path: str, inputs: str, say: Callable) -> str:
     remote = bucket.Bucket(url, say)
     folder = local_folder(url, inputs)
     file_names = _files_of(name)
-    items = {remote.relative(item.key): item for item in remote.items(remote.below())}
+    items = {remote.relative(item.key): item for item in remote.items(remote.key_prefix())}
     for required in (file_names[0], file_names[-1]):
         if required not in items:
             raise UserError(f"--resume {path}: there is no {required} in {url}; give a .pt that has its .json there")

@@ -11,7 +11,7 @@ import time
 
 from common import files, packages, progress
 from common.checkpoints import checkpoint, names
-from common.errors import UserError, of_a_file
+from common.errors import UserError, file_error
 
 LOCK_SECONDS = 10  # the start before this one may not have ended yet
 QUIET_SECONDS = 0.5  # of waiting for it, before a line says so
@@ -63,7 +63,7 @@ class RunFolder:
     def claim(self, starts_anew: bool) -> None:
         """Keep earlier starts from writing here; complete their last save or, if `starts_anew`, delete it."""
         try:
-            unfinished_paths = files.claim(self._args.checkpoint_dir, also=self._args.output_dir)
+            unfinished_paths = files.claim(self._args.checkpoint_dir, extra_folder=self._args.output_dir)
         except OSError as error:
             raise _not_writable(self._args.output_dir, error) from None
         if not starts_anew:
@@ -124,7 +124,7 @@ def describe_room(folder: str, size: int) -> str:
 
 
 def _not_writable(folder: str, error: OSError) -> Exception:
-    return of_a_file(error, f"cannot write to {folder}: {error.strerror}; give another --output_dir")
+    return file_error(error, f"cannot write to {folder}: {error.strerror}; give another --output_dir")
 
 
 _locked: set[tuple[int, int]] = set()  # (device, inode) of held lock files: a second Run may use the folder
@@ -182,7 +182,7 @@ def describe_files(args: argparse.Namespace) -> str:
     parts = []
     if existing:
         parts.append(f"{', '.join(existing)} in {url or folder}")
-    if packages.there(packages.EVENTS):
+    if packages.is_available(packages.EVENTS):
         events_folder = args.tensorboard_dir.replace(folder, url.rstrip("/")) if url else args.tensorboard_dir
         parts.append(f"TensorBoard in {events_folder}")
     return "; ".join(parts)

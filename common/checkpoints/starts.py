@@ -79,12 +79,12 @@ class Starts:
             marker = f"{FOLDER}{self.number}-{token}"
             if starts_anew and self.number > 1:
                 marker += "-afresh"
-            self.bucket.ask("put_object", self.bucket.below() + marker, Body=b"")
+            self.bucket.ask("put_object", self.bucket.key_prefix() + marker, Body=b"")
         for match in filter(None, map(COPY.fullmatch, object_names)):
             self._older.setdefault(match[2], []).append(match[0])
 
     def _names(self, prefix: str = FOLDER, patience: Optional[Patience] = None) -> list[str]:
-        return [self.bucket.relative(item.key) for item in self.bucket.items(self.bucket.below() + prefix, patience)]
+        return [self.bucket.relative(item.key) for item in self.bucket.items(self.bucket.key_prefix() + prefix, patience)]
 
     def checkpoints(self) -> list[tuple[int, int]]:
         """Return [(start, samples seen)] of the valid checkpoints in the bucket, oldest first."""

@@ -11,15 +11,15 @@ import torch
 
 from common import errors
 from common.devices import kinds
-from common.devices.kinds import COMPILE, KINDS, count, slices
+from common.devices.kinds import COMPILE, KINDS, count, mig_slices
 from common.errors import UserError
 from common.machine import cores
 
-TO_THE_CPU = "--enable_gpu false to train on the CPU"
+CPU_INSTEAD = "--enable_gpu false to train on the CPU"
 
 
-class Place(Protocol):
-    """What a choice needs to know of where this process is (world.World)."""
+class WorldLike(Protocol):
+    """The fields of world.World that a choice of the device needs."""
 
     @property
     def local_rank(self) -> int: ...
@@ -30,77 +30,84 @@ class Place(Protocol):
     @property
     def local_world_size(self) -> int: ...
 
-    def owns_the_only(self, gpus: int) -> bool: ...
+    def owns_only_gpu(self, gpus: int) -> bool: ...
 
 
 def choose(args: argparse.Namespace) -> torch.device:
     """Set up and return this rank's accelerator; the CPU if --enable_gpu is false, or unset and none is there or promised."""
-    here = args.world
-    cut = slices()
+    world = args.world
+    mig_names = mig_slices()
     name = kinds.accelerator()
-    _limit_threads(here)
-    if here.local_rank < len(cut):
-        os.environ["CUDA_VISIBLE_DEVICES"] = cut[here.local_rank]
+    _limit_threads(world)
+    if world.local_rank < len(mig_names):
+        os.environ["CUDA_VISIBLE_DEVICES"] = mig_names[world.local_rank]
     usable = args.enable_gpu is not False and kinds.available() and args.device in (None, name)
-    if args.enable_gpu is not False and not usable and (args.enable_gpu or here.gpus_promised):
+    if args.enable_gpu is not False and not usable and (args.enable_gpu or world.gpus_promised):
         from common.devices.diagnosis import diagnosis
 
-        wanted = args.device or ("npu" if here.platform == "ascend" else name)
-        noun = KINDS[wanted].noun
-        promised = f"the platform reports {errors.count(here.gpus_promised, noun)} ({here.platform})"
-        given = f"--device {wanted}" if args.device else "--enable_gpu true" if args.enable_gpu else promised
-        instead = "--device cpu to train on the CPU" if args.device else TO_THE_CPU
-        raise UserError(f"{given}, but torch sees no {noun}: {diagnosis(wanted)}; or give {instead}")
+        requested_kind = args.device or ("npu" if world.platform == "ascend" else name)
+        noun = KINDS[requested_kind].noun
+        alternative = CPU_INSTEAD
+        if args.device:
+            request = f"--device {requested_kind}"
+            alternative = "--device cpu to train on the CPU"
+        elif args.enable_gpu:
+            request = "--enable_gpu true"
+        else:
+            request = f"the platform reports {errors.count(world.gpus_promised, noun)} ({world.platform})"
+        raise UserError(f"{request}, but torch sees no {noun}: {diagnosis(requested_kind)}; or give {alternative}")
     if args.enable_gpu is False:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that no other code in this process uses one
     if args.enable_gpu is False or not usable:
         return torch.device("cpu")
-    device = torch.device(name, _number(here, cut)) if KINDS[name].queues else torch.device(name)
-    for need in (*args.needs, *args.input.needs, *([COMPILE] if args.compile else [])):
-        kinds.require_feature(device, need)
+    device = torch.device(name, _device_index(world, mig_names)) if KINDS[name].has_streams else torch.device(name)
+    for feature in (*args.needs, *args.input.needs):
+        kinds.require_feature(device, feature)
+    if args.compile:
+        kinds.require_feature(device, COMPILE)
     if kinds.is_nvidia(device):
         from common.devices.diagnosis import unknown_architecture
 
-        wrong = unknown_architecture(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
-        if wrong:
-            raise UserError(f"{torch.cuda.get_device_name(device)} is {wrong}; or give {TO_THE_CPU}")
-        _wake(device)
-    if KINDS[name].queues:
+        problem = unknown_architecture(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
+        if problem:
+            raise UserError(f"{torch.cuda.get_device_name(device)} is {problem}; or give {CPU_INSTEAD}")
+        _initialize_gpu(device)
+    if KINDS[name].has_streams:
         kinds.module().set_device(device)
     _choose_algorithms(KINDS[name], args.deterministic)
     return device
 
 
-def _wake(gpu: torch.device) -> None:
-    """Set the GPU up in a thread, which takes seconds, while this one imports what every optimizer of torch needs."""
+def _initialize_gpu(gpu: torch.device) -> None:
+    """Initialize the GPU in a thread while this thread imports torch._dynamo; each takes seconds."""
 
-    def touch() -> None:
+    def allocate() -> None:
         with contextlib.suppress(Exception):  # it comes again where the training uses the GPU
             torch.zeros(1, device=gpu)
 
-    touching = threading.Thread(target=touch, name="waking the GPU", daemon=True)
-    touching.start()
+    thread = threading.Thread(target=allocate, name="waking the GPU", daemon=True)
+    thread.start()
     with contextlib.suppress(Exception):  # the same
         from torch import _dynamo  # noqa: F401
-    touching.join()
+    thread.join()
 
 
-def _limit_threads(here: Place) -> None:
-    """Let a node's only process compute in no more threads than it may use cores. A supervisor tells each of several."""
+def _limit_threads(world: WorldLike) -> None:
+    """Limit the threads of a node's only process to its cores. A supervisor sets them for several processes."""
     # Of a container that is limited to the time of a few cores, torch sees all cores of the machine.
-    mine = cores.count()
-    is_alone = here.level == "node" or here.local_world_size == 1
-    if is_alone and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > mine:
-        torch.set_num_threads(mine)
+    num_cores = cores.count()
+    is_alone = world.level == "node" or world.local_world_size == 1
+    if is_alone and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > num_cores:
+        torch.set_num_threads(num_cores)
 
 
-def _number(here: Place, cut: Sequence[str]) -> int:
-    seen = count()
-    number = 0 if here.local_rank < len(cut) or here.owns_the_only(seen) else here.local_rank
-    if number >= seen:
-        sees = f"this process sees {seen}; start fewer processes"
-        raise UserError(f"local rank {here.local_rank} has no {kinds.noun()}: {sees}, or give {TO_THE_CPU}")
-    return number
+def _device_index(world: WorldLike, mig_names: Sequence[str]) -> int:
+    num_devices = count()
+    index = 0 if world.local_rank < len(mig_names) or world.owns_only_gpu(num_devices) else world.local_rank
+    if index >= num_devices:
+        reason = f"this process sees {num_devices}; start fewer processes"
+        raise UserError(f"local rank {world.local_rank} has no {kinds.noun()}: {reason}, or give {CPU_INSTEAD}")
+    return index
 
 
 def _choose_algorithms(kind: kinds.Kind, deterministic: bool) -> None:
@@ -115,21 +122,21 @@ def _choose_algorithms(kind: kinds.Kind, deterministic: bool) -> None:
 
 def fewer_than_promised(args: argparse.Namespace) -> Optional[str]:
     """Return a sentence if torch sees some accelerators, but for no known reason fewer than the platform says; else None."""
-    here = args.world
-    seen = count() if args.enable_gpu is not False else 0
-    if not 0 < seen < here.gpus_promised or here.owns_the_only(seen):
+    world = args.world
+    num_devices = count() if args.enable_gpu is not False else 0
+    if not 0 < num_devices < world.gpus_promised or world.owns_only_gpu(num_devices):
         return None
-    what = f"{here.gpus_promised} {kinds.noun()}s"
-    return f"torch sees {seen} of the {what} that {here.platform} says this node has: the others are idle"
+    promised = f"{world.gpus_promised} {kinds.noun()}s"
+    return f"torch sees {num_devices} of the {promised} that {world.platform} says this node has: the others are idle"
 
 
-def require_one_each(args: argparse.Namespace) -> None:
+def require_enough_devices(args: argparse.Namespace) -> None:
     """Raise UserError in a node's parent if the node has accelerators, but fewer than workers, unless --enable_gpu is false."""
-    seen = count()
-    if args.enable_gpu is not False and 0 < seen < args.world.local_world_size:
+    num_devices = count()
+    if args.enable_gpu is not False and 0 < num_devices < args.world.local_world_size:
         raise UserError(
-            f"{args.world.local_world_size} processes on a node with {errors.count(seen, kinds.noun())}: "
-            f"give --nproc_per_node {seen}, or {TO_THE_CPU}"
+            f"{args.world.local_world_size} processes on a node with {errors.count(num_devices, kinds.noun())}: "
+            f"give --nproc_per_node {num_devices}, or {CPU_INSTEAD}"
         )
 
 
@@ -142,11 +149,12 @@ def identity(device: torch.device) -> str:
         return ""
     if kinds.is_nvidia(device):
         number = str(device) if count() > 1 else ""
-        return next(iter(slices()), "") or str(getattr(torch.cuda.get_device_properties(device), "uuid", number))
+        return next(iter(mig_slices()), "") or str(getattr(torch.cuda.get_device_properties(device), "uuid", number))
     return f"{device} of {os.environ.get('ASCEND_RT_VISIBLE_DEVICES', 'all')}"
 
 
 def describe(device: torch.device) -> str:
+    """Return a text for the log: the device and its model, or the CPU and its number of threads."""
     if not kinds.is_accelerator(device):
         return f"cpu ({errors.count(torch.get_num_threads(), 'thread')})"
     name = getattr(kinds.module(), "get_device_name", None)

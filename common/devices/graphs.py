@@ -40,7 +40,7 @@ class GraphedStep:
         self._step = step
         self._stream = torch.cuda.Stream(device)
         self._graph = torch.cuda.CUDAGraph()
-        self._warmed_up = 0
+        self._warm_up_steps = 0
         self._is_recorded = False
         self._inputs: Sequence[torch.Tensor] = ()  # what a replay reads
         self._loss = torch.zeros((), device=device)  # what it writes
@@ -48,47 +48,47 @@ class GraphedStep:
         self._rates: list[tuple[dict, torch.Tensor]] = []  # parameter groups, and what a replay reads as their rates
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        if self._warmed_up < WARM_UP:
-            self._warmed_up += 1
+        if self._warm_up_steps < WARM_UP:
+            self._warm_up_steps += 1
             return self._warm_up(inputs)
         if not self._is_recorded:
             self._record(inputs)
-        if _form(inputs) != _form(self._inputs):
+        if _shapes_and_dtypes(inputs) != _shapes_and_dtypes(self._inputs):
             return self._step(*inputs)
         return self._replay(inputs)
 
     def _warm_up(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Train on the stream of the recording, where autograd may then add up gradients, and see which optimizers step."""
-        training = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(training)
-        handle = register_optimizer_step_post_hook(self._note)
+        training_stream = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(training_stream)
+        handle = register_optimizer_step_post_hook(self._add_optimizer)
         try:
             with torch.cuda.stream(self._stream):
                 loss = self._step(*inputs)
         finally:
             handle.remove()
-        training.wait_stream(self._stream)
+        training_stream.wait_stream(self._stream)
         return loss
 
-    def _note(self, optimizer: Optimizer, *_: object) -> None:
+    def _add_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
 
     def _record(self, inputs: Sequence[torch.Tensor]) -> None:
         """Record a step, without training. It reads the rates from the device; in the groups they stay numbers of the host."""
-        static = [tensor.clone() for tensor in inputs]
+        static_inputs = [tensor.clone() for tensor in inputs]
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        numbers = [group["lr"] for group in groups]
+        learning_rates = [group["lr"] for group in groups]
         self._rates = [(group, torch.tensor(float(group["lr"]), device=self._device)) for group in groups]
         try:
             for group, rate in self._rates:
                 group["lr"] = rate
             with self._without_hooks(), torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._loss = self._step(*static)
+                self._loss = self._step(*static_inputs)
         finally:
-            for group, number in zip(groups, numbers):
-                group["lr"] = number
-        self._inputs = static
+            for group, learning_rate in zip(groups, learning_rates):
+                group["lr"] = learning_rate
+        self._inputs = static_inputs
         self._is_recorded = True
 
     @contextlib.contextmanager
@@ -97,18 +97,19 @@ class GraphedStep:
         hooks: list[dict] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
         for optimizer in self._optimizers:
             hooks += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-        kept = [dict(each) for each in hooks]
-        for each in hooks:
-            each.clear()
+        saved_hooks = [dict(hook_dict) for hook_dict in hooks]
+        for hook_dict in hooks:
+            hook_dict.clear()
         try:
             yield
         finally:
-            for each, its in zip(hooks, kept):
-                each.update(its)
+            for hook_dict, saved in zip(hooks, saved_hooks):
+                hook_dict.update(saved)
 
     def _replay(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        for read, tensor in zip(self._inputs, inputs):
-            read.copy_(tensor)
+        """Copy inputs and rates to where the graph reads them, replay it, and return a copy of the loss."""
+        for static_input, tensor in zip(self._inputs, inputs):
+            static_input.copy_(tensor)
         for group, rate in self._rates:
             rate.fill_(group["lr"])
         for optimizer in self._optimizers:
@@ -119,10 +120,10 @@ class GraphedStep:
         return self._loss.clone()  # the next replay overwrites it
 
 
-def _form(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+def _shapes_and_dtypes(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _call_hooks(optimizer: Optimizer, *hooks: dict) -> None:
-    for hook in chain.from_iterable(each.values() for each in hooks):
+    for hook in chain.from_iterable(hook_dict.values() for hook_dict in hooks):
         hook(optimizer, (), {})

@@ -13,9 +13,9 @@ from typing import Any, Optional
 import torch
 
 from common.errors import UserError
-from common.packages import first_two
+from common.packages import major_minor
 
-TORCH = first_two(torch.__version__)  # (2, 1) or later, for calls that differ between versions
+TORCH = major_minor(torch.__version__)  # (2, 1) or later, for calls that differ between versions
 
 if TORCH < (2, 5) and importlib.util.find_spec("torch_npu"):  # a newer torch imports it by itself
     importlib.import_module("torch_npu")
@@ -33,42 +33,63 @@ TORCH_INSTEAD = "take train_ddp.py, or --data_backend pytorch where the job has 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
+    """What differs between the kinds of device; an entry of KINDS."""
+
     noun: str  # what users call such a device
     backend: Optional[str]  # of torch.distributed; None: it has none
     layout: torch.memory_format = torch.channels_last  # memory layout in which its convolutions are fastest, or work at all
-    queues: bool = False  # whether it has streams, with events that measure time
-    fused: bool = True  # whether torch has optimizers that update all weights in one kernel
-    norm_kernels: bool = False  # whether torch has the kernels of SyncBatchNorm for it
-    half: torch.dtype = torch.bfloat16  # for half precision, unless the device itself lacks it
-    widest: torch.dtype = torch.float64  # for sums that are to be exact
-    activity: Optional[str] = None  # its name in torch's profiler
+    has_streams: bool = False  # whether it has streams, with events that measure time
+    has_fused_optimizers: bool = True  # whether torch has optimizers that update all weights in one kernel
+    has_sync_batch_norm: bool = False  # whether torch has the kernels of SyncBatchNorm for it
+    half_dtype: torch.dtype = torch.bfloat16  # for half precision, unless the device itself lacks it
+    widest_dtype: torch.dtype = torch.float64  # for sums that are to be exact
+    profiler_activity: Optional[str] = None  # its name in torch's profiler
     # Environment variables that it needs, besides torch's own switch, to give the same bits in every run.
     deterministic: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    exact: Optional[str] = None  # path below torch of the switch that lets convolutions be less exact than float32
-    cannot: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {what it cannot do: what to do instead}
+    reduced_precision_switch: Optional[str] = (
+        None  # path below torch of the switch that lets convolutions be less exact than float32
+    )
+    unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {what it cannot do: what to do instead}
 
 
 KINDS = {
     "cuda": Kind(
-        "GPU", "nccl", queues=True, norm_kernels=True, activity="CUDA", exact="backends.cudnn.allow_tf32",
+        "GPU",
+        "nccl",
+        has_streams=True,
+        has_sync_batch_norm=True,
+        profiler_activity="CUDA",
+        reduced_precision_switch="backends.cudnn.allow_tf32",
         deterministic={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     ),
     "npu": Kind(
-        "NPU", "hccl", torch.contiguous_format, queues=True, fused=False, exact="npu.conv.allow_hf32",
+        "NPU",
+        "hccl",
+        torch.contiguous_format,
+        has_streams=True,
+        has_fused_optimizers=False,
+        reduced_precision_switch="npu.conv.allow_hf32",
         deterministic={"HCCL_DETERMINISTIC": "true"},
-        cannot={DATA_PARALLEL: DDP_INSTEAD, DALI: TORCH_INSTEAD, COMPILE: "leave it out", CHANNELS_LAST: NCHW_INSTEAD},
+        unsupported={DATA_PARALLEL: DDP_INSTEAD, DALI: TORCH_INSTEAD, COMPILE: "leave it out", CHANNELS_LAST: NCHW_INSTEAD},
     ),
-    "xpu": Kind("XPU", "xccl", queues=True, activity="XPU", cannot={DATA_PARALLEL: DDP_INSTEAD, DALI: TORCH_INSTEAD}),
+    "xpu": Kind(
+        "XPU", "xccl", has_streams=True, profiler_activity="XPU", unsupported={DATA_PARALLEL: DDP_INSTEAD, DALI: TORCH_INSTEAD}
+    ),
     "mps": Kind(
-        "GPU", None, half=torch.float16, widest=torch.float32, cannot={DATA_PARALLEL: "take train.py", DALI: "take train.py"},
+        "GPU",
+        None,
+        half_dtype=torch.float16,
+        widest_dtype=torch.float32,
+        unsupported={DATA_PARALLEL: "take train.py", DALI: "take train.py"},
     ),
     "cpu": Kind("CPU", "gloo"),
-}  # fmt: skip
+}
 
 BACKENDS = tuple(kind.backend for kind in KINDS.values() if kind.backend)
 
 
-def of(device: torch.device) -> Kind:
+def kind_of(device: torch.device) -> Kind:
+    """Return the entry of KINDS for a device's kind."""
     return KINDS[device.type]
 
 
@@ -76,8 +97,8 @@ def accelerator() -> str:
     """Return the kind of accelerator, a key of KINDS, that torch is built for, present or not; "cuda" if it cannot tell."""
     if TORCH < (2, 6):  # before torch.accelerator
         return "npu" if hasattr(torch, "npu") else "cuda"
-    found = torch.accelerator.current_accelerator()
-    return found.type if found and found.type in KINDS else "cuda"
+    current = torch.accelerator.current_accelerator()
+    return current.type if current and current.type in KINDS else "cuda"
 
 
 def noun() -> str:
@@ -95,7 +116,7 @@ def module() -> Any:
     return getattr(torch, accelerator())
 
 
-def slices() -> list[str]:
+def mig_slices() -> list[str]:
     """Return the slices (MIG) of GPUs that CUDA_VISIBLE_DEVICES names. CUDA shows a process only the first."""
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return [name for name in names if name.startswith("MIG-")]
@@ -103,10 +124,11 @@ def slices() -> list[str]:
 
 def count() -> int:
     """Return the number of accelerators that this process may use; each slice of a GPU counts as one."""
-    return len(slices()) or module().device_count()
+    return len(mig_slices()) or module().device_count()
 
 
 def available() -> bool:
+    """Whether this process may use an accelerator."""
     return module().is_available() and count() > 0
 
 
@@ -118,18 +140,19 @@ def is_nvidia(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def toolkit() -> int:
+def toolkit_major() -> int:
     """Return the version of CUDA by which NVIDIA names packages beside this torch: 13, or 12, also for a torch without CUDA."""
     return 13 if (torch.version.cuda or "").startswith("13.") else 12
 
 
 def widest(device: torch.device) -> torch.dtype:
     """Return the dtype for sums over many batches: float64, or float32 if the device lacks that."""
-    return of(device).widest
+    return kind_of(device).widest_dtype
 
 
-def has_queues(device: torch.device) -> bool:
-    return of(device).queues
+def has_streams(device: torch.device) -> bool:
+    """Whether the device has streams, with events that measure time."""
+    return kind_of(device).has_streams
 
 
 def backend() -> str:
@@ -137,15 +160,15 @@ def backend() -> str:
     return KINDS[accelerator()].backend or "gloo" if available() else "gloo"
 
 
-def collectives_of(device: torch.device) -> str:
+def collective_backend(device: torch.device) -> str:
     """Return the backend of torch.distributed for tensors on this device; UserError if there is none."""
-    if name := of(device).backend:
+    if name := kind_of(device).backend:
         return name
     raise UserError(f"torch has no collectives for {device.type}: take train.py, or give --device cpu")
 
 
-def require_feature(device: torch.device, need: str) -> None:
+def require_feature(device: torch.device, feature: str) -> None:
     """Raise UserError if a device of this kind lacks a feature that a job needs, e.g. DALI."""
-    kind = of(device)
-    if need in kind.cannot:
-        raise UserError(f"{need} does not work on {kind.noun}s: {kind.cannot[need]}")
+    kind = kind_of(device)
+    if feature in kind.unsupported:
+        raise UserError(f"{feature} does not work on {kind.noun}s: {kind.unsupported[feature]}")

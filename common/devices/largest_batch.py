@@ -27,7 +27,7 @@ NO_MEMORY = 71
 TOO_FEW_SAMPLES = 72
 PRECISION = 16  # what lies between is halved until it is below this fraction of a size
 MARGIN = 16  # this fraction is left free: a larger picture or a library's buffer may come later
-SAYS = {FITS: "fits", NO_MEMORY: "does not fit", TOO_FEW_SAMPLES: "is more than the data have"}
+OUTCOMES = {FITS: "fits", NO_MEMORY: "does not fit", TOO_FEW_SAMPLES: "is more than the data have"}
 PR_SET_PDEATHSIG = 1
 ONE_PROCESS = "--find_max_batch looks at one device's memory: start one process, without torchrun, on one node"
 
@@ -35,7 +35,7 @@ ONE_PROCESS = "--find_max_batch looks at one device's memory: start one process,
 def find(args: argparse.Namespace) -> None:
     """Find the size, print it and exit. In a process that tries a size, prepare the arguments for it and return."""
     if VARIABLE in os.environ:
-        _prepare_a_trial(args)
+        _prepare_trial(args)
         return
     for option in ("doctor", "evaluate"):
         if vars(args)[option]:
@@ -60,37 +60,37 @@ def _try_size(size: int) -> int:
     """Run this job with a size, and return FITS, NO_MEMORY or TOO_FEW_SAMPLES. Exit as it did if it ended otherwise."""
     command = [sys.executable, *sys.argv, f"--batch_size={size}"]
     code = subprocess.run(command, env={**os.environ, VARIABLE: "1"}, stdout=subprocess.DEVNULL).returncode
-    if code not in SAYS:
+    if code not in OUTCOMES:
         if code == 0:
             progress.say(f"error: with --batch_size {size} the job ended before its step {STEPS}")
         elif code < 0:
             progress.say(f"error: the process with --batch_size {size} was ended by signal {-code}")
         sys.exit(code if code > 0 else 1)
-    progress.say(f"--batch_size {size} {SAYS[code]}")
+    progress.say(f"--batch_size {size} {OUTCOMES[code]}")
     return code
 
 
 def largest(first_size: int, try_size: Callable[[int], int]) -> tuple[int, Optional[int]]:
     """Return (the largest size that fits, to within a PRECISIONth; 0 if none does, the code of the next larger one)."""
-    fits = 0
+    fitting = 0
     too_large = 0
     next_code = None
     size = first_size
     while True:
         code = try_size(size)
         if code == FITS:
-            fits = size
+            fitting = size
         else:
             too_large = size
             next_code = code
-        if too_large and too_large - fits <= max(1, too_large // PRECISION):
-            return fits, next_code
+        if too_large and too_large - fitting <= max(1, too_large // PRECISION):
+            return fitting, next_code
         if not too_large:
             size = 2 * size
-        elif not fits:
+        elif not fitting:
             size = size // 2
         else:
-            size = (fits + too_large) // 2
+            size = (fitting + too_large) // 2
 
 
 def with_margin(size: int) -> int:
@@ -102,10 +102,11 @@ def with_margin(size: int) -> int:
 # --- A process that tries a size ------------------------------------------------------------------------------------------
 
 
-def _prepare_a_trial(args: argparse.Namespace) -> None:
+def _prepare_trial(args: argparse.Namespace) -> None:
+    """Set the arguments of a short run in one process, and listen for the errors that end it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))  # nobody waits for its result any more
-    own = {
+    overrides = {
         "nproc_per_node": 1,
         "max_restarts": 0,
         "min_nodes": None,
@@ -115,23 +116,25 @@ def _prepare_a_trial(args: argparse.Namespace) -> None:
         "epochs": max(args.epochs, STEPS),
     }
     if args.min_nodes:
-        own["shares"] = None
+        overrides["shares"] = None
     if vars(args).get("total_batch"):  # in whole portions: a job divides it into equal ones, which may be smaller
-        portions = args.batch_size * (own.get("shares", vars(args).get("shares")) or 1)
-        own["total_batch"] = -(-args.total_batch // portions) * portions
-    vars(args).update({name: value for name, value in own.items() if name in vars(args)})
+        portions = args.batch_size * (overrides.get("shares", vars(args).get("shares")) or 1)
+        overrides["total_batch"] = -(-args.total_batch // portions) * portions
+    vars(args).update({name: value for name, value in overrides.items() if name in vars(args)})
     moments.listen(_Trial())
 
 
 class _Trial:
+    """Ends a process that tries a size, with NO_MEMORY or TOO_FEW_SAMPLES after such an error."""
+
     def world(self, args: argparse.Namespace) -> None:
         if args.world.world_size > 1:
             raise UserError(ONE_PROCESS)
 
     def failure(self, error: Exception) -> None:
-        from common.devices.diagnosis import full_device
+        from common.devices.diagnosis import out_of_memory_message
 
-        if full_device(error):
+        if out_of_memory_message(error):
             os._exit(NO_MEMORY)
         if isinstance(error, TooFewSamples):
             os._exit(TOO_FEW_SAMPLES)

@@ -5,9 +5,9 @@ from typing import Callable
 
 import torch
 
-from common.devices.diagnosis import full_device
-from common.devices.kinds import has_queues, module
-from common.devices.work import give_memory_back
+from common.devices.diagnosis import out_of_memory_message
+from common.devices.kinds import has_streams, module
+from common.devices.work import empty_cache
 
 FIRST_STEPS = 10  # of a start, in which portions may be halved: what is full later has a leak
 
@@ -24,21 +24,23 @@ def halved_until_it_fits(
     After each try without success `buffers`, such as the running statistics of batch norms, and the random generators get
     back what they had.
     """
-    before = [buffer.clone() for buffer in buffers]
+    saved_buffers = [buffer.clone() for buffer in buffers]
     random_state = torch.get_rng_state()
-    of_the_device = module().get_rng_state(device) if has_queues(device) else None
+    device_random_state = module().get_rng_state(device) if has_streams(device) else None
     while True:
         try:
             return compute(size), size
         except RuntimeError as error:
-            full = full_device(error)
-            if full is None or size == 1:
+            reason = out_of_memory_message(error)
+            if reason is None or size == 1:
                 raise
         size //= 2
-        for buffer, value in zip(buffers, before):
+        for buffer, value in zip(buffers, saved_buffers):
             buffer.copy_(value)
         torch.set_rng_state(random_state)
-        if of_the_device is not None:
-            module().set_rng_state(of_the_device, device)
-        give_memory_back(device)  # which the traceback of the error held
-        say(f"warning: {full}: this start goes on in portions of {size} and the same total batch, as with --batch_size {size}")
+        if device_random_state is not None:
+            module().set_rng_state(device_random_state, device)
+        empty_cache(device)  # which the traceback of the error held
+        say(
+            f"warning: {reason}: this start goes on in portions of {size} and the same total batch, as with --batch_size {size}"
+        )

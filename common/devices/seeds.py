@@ -19,7 +19,7 @@ BATCH = -4  # in a loader
 
 def seed_step(seed: int, samples_seen: int, part: int) -> None:
     """Seed every generator for a step of rank or share `part`. For HEAD, EVALUATION and TAIL, samples_seen is the epoch."""
-    work.seed_in_use(_seed(seed, samples_seen, part))
+    work.seed_current_device(_seed(seed, samples_seen, part))
 
 
 def states() -> tuple:
@@ -27,23 +27,25 @@ def states() -> tuple:
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
-def are_different(one: tuple, other: tuple) -> bool:
-    """Return whether something was drawn between two calls of states()."""
-    alike = one[0] == other[0] and all(map(np.array_equal, one[1], other[1])) and torch.equal(one[2], other[2])
-    return not alike
+def are_different(previous: tuple, current: tuple) -> bool:
+    """Whether a random number was drawn between two calls of states()."""
+    are_equal = (
+        previous[0] == current[0] and all(map(np.array_equal, previous[1], current[1])) and torch.equal(previous[2], current[2])
+    )
+    return not are_equal
 
 
 @contextlib.contextmanager
 def seeded_batch(seed: int, epoch: int, sample: int) -> Iterator[None]:
     """Seed the CPU's generators for a batch that is loaded inside `with`, and restore their states afterwards."""
-    before = states()
+    saved_states = states()
     _seed(seed, (epoch << 32) + sample, BATCH)
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        random.setstate(saved_states[0])
+        np.random.set_state(saved_states[1])
+        torch.set_rng_state(saved_states[2])
 
 
 def _seed(seed: int, number: int, part: int) -> int:

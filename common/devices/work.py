@@ -20,13 +20,13 @@ from common.machine import cores
 
 def layout(device: torch.device) -> torch.memory_format:
     """Return the memory layout of images and convolutions. Channels last is faster on GPUs and CPUs; NPUs do not know it."""
-    return kinds.of(device).layout
+    return kinds.kind_of(device).layout
 
 
 def fused(device: torch.device) -> dict[str, Any]:
     """Return {'fused': whether torch has fused optimizers for the device}; empty before torch 2.3, on a CPU before 2.4."""
     since = (2, 3) if kinds.is_accelerator(device) else (2, 4)
-    return {"fused": kinds.of(device).fused} if since <= kinds.TORCH else {}
+    return {"fused": kinds.kind_of(device).has_fused_optimizers} if since <= kinds.TORCH else {}
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
@@ -38,9 +38,9 @@ def grad_scaler() -> Any:
     """Return torch.amp.GradScaler; before torch 2.3, the accelerator's GradScaler, made to take a device as first argument."""
     if kinds.TORCH >= (2, 3):
         return torch.amp.GradScaler
-    own: Any = kinds.module().amp.GradScaler
+    base: Any = kinds.module().amp.GradScaler
 
-    class GradScaler(own):
+    class GradScaler(base):
         def __init__(self, device: str, enabled: bool = True, **options: Any):
             super().__init__(enabled=enabled, **options)
             self._device = device
@@ -93,30 +93,33 @@ def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtyp
         return getattr(torch, args.amp_dtype)
     if kinds.is_nvidia(device):
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    if kinds.has_queues(device) and not getattr(kinds.module(), "is_bf16_supported", lambda: True)():
+    if kinds.has_streams(device) and not getattr(kinds.module(), "is_bf16_supported", lambda: True)():
         return torch.float16
-    return kinds.of(device).half
+    return kinds.kind_of(device).half_dtype
 
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """Compute convolutions inside `with` in full float32; by default torch lets a GPU or NPU use TF32 or HF32, of ten bits."""
-    path, _, name = (kinds.KINDS[kinds.accelerator()].exact or "backends.cudnn.allow_tf32").rpartition(".")
+    path, _, name = (kinds.KINDS[kinds.accelerator()].reduced_precision_switch or "backends.cudnn.allow_tf32").rpartition(".")
     switches = operator.attrgetter(path)(torch)
-    before = getattr(switches, name)
+    previous = getattr(switches, name)
     setattr(switches, name, False)
     try:
         yield
     finally:
-        setattr(switches, name, before)
+        setattr(switches, name, previous)
 
 
-def profiled() -> list:
+def profiler_activities() -> list:
     """Return what torch's profiler is to record: the CPU, and the accelerator if there is one that the profiler knows."""
     from torch.profiler import ProfilerActivity
 
-    activity = kinds.KINDS[kinds.accelerator()].activity
-    return [ProfilerActivity.CPU, *([getattr(ProfilerActivity, activity)] if activity and kinds.available() else [])]
+    activities = [ProfilerActivity.CPU]
+    activity = kinds.KINDS[kinds.accelerator()].profiler_activity
+    if activity and kinds.available():
+        activities.append(getattr(ProfilerActivity, activity))
+    return activities
 
 
 # --- The host's part --------------------------------------------------------------------------------------------------------
@@ -124,10 +127,11 @@ def profiled() -> list:
 
 def loader_workers(args: argparse.Namespace) -> int:
     """Return --workers; unset: this node's cores divided among its ranks."""
-    return cores_of_a_rank(args) if args.workers is None else args.workers
+    return cores_per_rank(args) if args.workers is None else args.workers
 
 
-def cores_of_a_rank(args: argparse.Namespace) -> int:
+def cores_per_rank(args: argparse.Namespace) -> int:
+    """Return this node's cores divided among its ranks, at least 1."""
     return max(1, cores.count() // args.world.local_world_size)
 
 
@@ -135,7 +139,7 @@ def to_device(tensor: torch.Tensor, device: torch.device, pin: bool = True) -> t
     """Move a tensor to the device; with `pin`, from pinned memory if the device has streams, so that the host does not wait."""
     if tensor.dim() == 4 and layout(device) is torch.contiguous_format:
         tensor = tensor.contiguous()
-    if pin and kinds.has_queues(device) and tensor.device.type == "cpu":
+    if pin and kinds.has_streams(device) and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -144,7 +148,8 @@ def to_device(tensor: torch.Tensor, device: torch.device, pin: bool = True) -> t
 
 
 def synchronize(device: torch.device) -> None:
-    if kinds.has_queues(device):
+    """Wait until the device has finished all work in its streams; on a CPU, do nothing."""
+    if kinds.has_streams(device):
         kinds.module().synchronize(device)
     elif kinds.is_accelerator(device):
         kinds.module().synchronize()
@@ -157,13 +162,13 @@ def current() -> torch.device:
 
 def use(device: torch.device) -> None:
     """Make a numbered accelerator current in the calling thread, which would otherwise use the first; do nothing for others."""
-    if kinds.has_queues(device) and device.index is not None:
+    if kinds.has_streams(device) and device.index is not None:
         kinds.module().set_device(device)
 
 
 def side_stream(device: torch.device) -> Any:
     """Return a new stream for work beside the training; None if the device has no streams."""
-    return kinds.module().Stream(device) if kinds.has_queues(device) else None
+    return kinds.module().Stream(device) if kinds.has_streams(device) else None
 
 
 def on_stream(stream: object) -> contextlib.AbstractContextManager:
@@ -172,45 +177,48 @@ def on_stream(stream: object) -> contextlib.AbstractContextManager:
 
 
 def current_stream(device: torch.device) -> Any:
+    """Return the stream into which the calling thread queues work; for devices that have streams only."""
     return kinds.module().current_stream(device)
 
 
 def record_event(stream: object) -> Any:
+    """Return a new event that measures time, recorded in this stream."""
     event = kinds.module().Event(enable_timing=True)
     event.record(stream)
     return event
 
 
-class LateNumber:
-    """A number of the device that is read later. Neither ask() nor read() waits for the device, if it has queues."""
+class AsyncScalar:
+    """A number that is copied from the device in the background. With streams, no method waits for it."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._memory: Optional[torch.Tensor] = None  # until a number is asked for
-        self._copied: Any = None
+        self._host_scalar: Optional[torch.Tensor] = None  # until a number is asked for
+        self._copy_event: Any = None
 
-    def ask(self, number: torch.Tensor) -> None:
-        if self._memory is None:
+    def start_copy(self, number: torch.Tensor) -> None:
+        """Start to copy a number from the device, in place of the number before."""
+        if self._host_scalar is None:
             memory = torch.zeros((), dtype=torch.float32, device="cpu")
-            self._memory = memory.pin_memory() if kinds.has_queues(self._device) else memory
-        self._memory.copy_(number, non_blocking=True)
-        if kinds.has_queues(self._device):
-            self._copied = record_event(current_stream(self._device))
+            self._host_scalar = memory.pin_memory() if kinds.has_streams(self._device) else memory
+        self._host_scalar.copy_(number, non_blocking=True)
+        if kinds.has_streams(self._device):
+            self._copy_event = record_event(current_stream(self._device))
 
     def read(self) -> Optional[float]:
-        """Return the number that was asked for last; None if there is none, or the device has not yet computed it."""
-        if self._memory is None or (self._copied is not None and not self._copied.query()):
+        """Return the number that was copied last; None if there is none, or the copy is not complete."""
+        if self._host_scalar is None or (self._copy_event is not None and not self._copy_event.query()):
             return None
-        return self._memory.item()
+        return self._host_scalar.item()
 
 
 # --- Numbers and memory -----------------------------------------------------------------------------------------------------
 
 
-def seed_in_use(number: int) -> None:
+def seed_current_device(number: int) -> None:
     """Seed the generator of the accelerator that this process uses, if any. torch.manual_seed() seeds all, and takes longer."""
     module = kinds.module()
-    if kinds.KINDS[kinds.accelerator()].queues:
+    if kinds.KINDS[kinds.accelerator()].has_streams:
         if module.is_initialized():
             module.default_generators[module.current_device()].manual_seed(number)
     elif kinds.available():
@@ -219,11 +227,11 @@ def seed_in_use(number: int) -> None:
 
 def memory_in_use() -> list[tuple[int, int]]:
     """Return [(number, bytes in use by all programs)] of the accelerators that this process may use."""
-    found = []
+    usage = []
     for number in range(kinds.count()):
         free, total = kinds.module().mem_get_info(number)
-        found.append((number, total - free))
-    return found
+        usage.append((number, total - free))
+    return usage
 
 
 def free_memory(device: torch.device) -> int:
@@ -233,11 +241,12 @@ def free_memory(device: torch.device) -> int:
 
 def peak_memory(device: torch.device) -> int:
     """Return the most bytes that tensors have taken on the device; if torch does not count them, the peak of the process."""
-    most = getattr(kinds.module(), "max_memory_allocated", None) if kinds.is_accelerator(device) else None
-    return most(device) if most else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if kinds.is_accelerator(device) and (max_allocated := getattr(kinds.module(), "max_memory_allocated", None)):
+        return max_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def give_memory_back(device: torch.device) -> None:
+def empty_cache(device: torch.device) -> None:
     """Free the device memory that torch keeps for later tensors; on a CPU, do nothing."""
     if kinds.is_accelerator(device):
         synchronize(device)

@@ -19,8 +19,8 @@ from common.address import is_bucket
 from common.alive import heartbeat
 from common.alive.supervisor import Supervisor
 from common.doctor import checks, stores
-from common.doctor.meeting import meet_and_compare_clocks, not_met
-from common.doctor.table import BAD, Finding, bad, doubtful, good, refusal, table
+from common.doctor.meeting import meet_and_compare_clocks, meeting_failure
+from common.doctor.table import BAD, Finding, bad, doubtful, finding_of_error, good, table
 from common.errors import TrainingFailed, UserError, count, is_victim, one_line
 from common.moments import REPLACED
 from common.secrets import mask
@@ -36,7 +36,7 @@ class Examination:
 
     def __init__(self, args: argparse.Namespace):
         self.findings: list[Located] = []
-        self.here: Any = None  # the World, once it is known
+        self._world: Any = None  # the World, once it is known
         self._supervisor: Any = None
         self._seconds = args.doctor_seconds
         REPLACED.collective_seconds = 150
@@ -44,16 +44,17 @@ class Examination:
             raise UserError("--doctor true and --evaluate were given, but the doctor examines a training: give one of them")
 
     def add(self, finding: Finding, node: Optional[int] = None) -> None:
+        """Add a finding of a node, or of the whole job."""
         self.findings.append((node, finding))
 
     # --- This node ---
 
     def world(self, args: argparse.Namespace) -> None:
         """Check the machine, in one process of each node, as soon as the place of this process is known."""
-        self.here = here = args.world
+        self._world = here = args.world
         shm = checks.check_shm(checks.nccl_shm_bytes(args))
         if not heartbeat.has_parent() and not (here.level == "process" and here.local_rank):
-            for finding in (*_of_node(args, here), shm):
+            for finding in (*_node_findings(args, here), shm):
                 self.add(finding, here.node_rank)
 
     # --- The nodes, where the platform started a process on each ---
@@ -63,8 +64,8 @@ class Examination:
         self._supervisor = of_this_node
         of_this_node.max_restarts = 0
         of_this_node.join_seconds = self._seconds
-        if self.here.num_nodes > 1 and self.here.node_rank == 0:
-            self.add(checks.check_secret(bool(of_this_node.key), self.here.master_port))
+        if self._world.num_nodes > 1 and self._world.node_rank == 0:
+            self.add(checks.check_secret(bool(of_this_node.key), self._world.master_port))
         of_this_node.hello["findings"] = list(self.findings)
         self._folder = tempfile.TemporaryDirectory(prefix="anyrank-doctor-")
         os.environ[FILE] = os.path.join(self._folder.name, "findings")
@@ -74,20 +75,23 @@ class Examination:
         if supervisor.loop.stop_signal:
             sys.exit(code)
         self._collect(supervisor)
-        here = self.here
-        if here.node_rank == 0:
-            self._add_met()
+        world = self._world
+        if world.node_rank == 0:
+            self._add_meeting()
         if code:
             verdict = supervisor.loop.verdict
             text = verdict["text"] if verdict else f"exit code {code}"
-            mistake = code == UserError.exit_code
-            self.add(refusal("job", UserError(text)) if mistake else bad("job", text, "see the log of that rank"))
-        if here.node_rank:
+            if code == UserError.exit_code:
+                self.add(finding_of_error("job", UserError(text)))
+            else:
+                self.add(bad("job", text, "see the log of that rank"))
+        if world.node_rank:
             supervisor.say("the doctor's findings are in the log of node 0")
-            sys.exit(int(bool(code) or self._is_bad()))
+            sys.exit(1 if code or self._is_bad() else 0)
         sys.exit(self.show())
 
     def _collect(self, supervisor: Supervisor) -> None:
+        """Add the findings of the other nodes, of their clocks and of this node's ranks."""
         for node, hello in supervisor.loop.hub.hellos.items() if supervisor.loop.hub else ():
             self.findings += decode(hello.get("findings") or [])
             self.add(checks.check_clock(hello["ahead"], "node 0"), node)
@@ -95,40 +99,42 @@ class Examination:
             self.findings += decode(json.loads(Path(os.environ[FILE]).read_text()))
         self._folder.cleanup()
 
-    def _add_met(self):
-        here = self.here
-        self.add(good("ranks", f"all {here.world_size} on {count(here.num_nodes, 'node')} have come"))
-        if here.num_nodes > 1:
-            self.add(good("master", f"{here.master_addr}:{here.master_port} was reached from every node"))
+    def _add_meeting(self) -> None:
+        """Add that all ranks have met, and reached the master."""
+        world = self._world
+        self.add(good("ranks", f"all {world.world_size} on {count(world.num_nodes, 'node')} have come"))
+        if world.num_nodes > 1:
+            self.add(good("master", f"{world.master_addr}:{world.master_port} was reached from every node"))
 
     # --- The ranks, where the platform started each of them ---
 
     def meeting(self, _args: argparse.Namespace) -> None:
         """If the platform started each rank, compare clocks, and end if ranks are missing."""
-        here = self.here
-        if not (here.level == "node" or here.world_size == 1 or heartbeat.has_parent()):
-            self._meet(here)
+        world = self._world
+        if not (world.level == "node" or world.world_size == 1 or heartbeat.has_parent()):
+            self._meet(world)
 
-    def _meet(self, here: World) -> None:
+    def _meet(self, world: World) -> None:
+        """Wait for all ranks, and add the findings of the others; if any is missing, end."""
         try:
-            missing, others = meet_and_compare_clocks(here, self._seconds, self.findings)
+            missing, reports = meet_and_compare_clocks(world, self._seconds, self.findings)
         except UserError as error:
-            if here.local_rank:
+            if world.local_rank:
                 raise
-            self.add(not_met(here, error), here.node_rank)
+            self.add(meeting_failure(world, error), world.node_rank)
             sys.exit(self.show())
-        if missing and here.rank:
-            print(f"rank {here.rank}: the doctor's findings are in the log of rank 0", flush=True)
+        if missing and world.rank:
+            print(f"rank {world.rank}: the doctor's findings are in the log of rank 0", flush=True)
             sys.exit(1)
-        for node, findings, ahead in others:
+        for node, findings, ahead in reports:
             self.findings += decode(findings)
             if node:
                 self.add(checks.check_clock(ahead, "node 0"), node)
         if missing:
-            self.add(not_met(here, f"{naming.describe_ranks(missing)} did not come within {self._seconds:g} s"))
+            self.add(meeting_failure(world, f"{naming.describe_ranks(missing)} did not come within {self._seconds:g} s"))
             self.end()
-        if here.rank == 0:
-            self._add_met()
+        if world.rank == 0:
+            self._add_meeting()
 
     # --- The job ---
 
@@ -137,70 +143,70 @@ class Examination:
         if args.input.address and args.input.fetched:
             self.end()
 
-    def run(self, _args: argparse.Namespace, not_given: Callable[[], list[tuple[str, str]]]) -> None:
+    def run(self, _args: argparse.Namespace, find_unsaved: Callable[[], list[tuple[str, str]]]) -> None:
         """End before the first step: the data are open and the network is made, and the ranks have met."""
-        for name, kind in not_given():
-            found = f"{name} ({kind}) is not given to Run: if it is trained, a restart begins it anew"
-            self.add(doubtful("script", found, f"give it to Run, or unsaved=[{name}] if that is meant"))
+        for name, kind in find_unsaved():
+            result = f"{name} ({kind}) is not given to Run: if it is trained, a restart begins it anew"
+            self.add(doubtful("script", result, f"give it to Run, or unsaved=[{name}] if that is meant"))
         self.end()
 
     # --- The end ---
 
     def failure(self, error: BaseException) -> None:
         """In the process that shows the table, add the error that ends the job, show the table and end the process."""
-        if heartbeat.has_parent() or (self.here and self.here.level == "process" and self.here.rank):
+        if heartbeat.has_parent() or (self._world and self._world.level == "process" and self._world.rank):
             return  # run_job reports it
         if self._supervisor and isinstance(error, UserError):
-            self.add(not_met(self.here, error), self.here.node_rank)
+            self.add(meeting_failure(self._world, error), self._world.node_rank)
             self._collect(self._supervisor)
             sys.exit(self.show())
         if not isinstance(error, (UserError, TrainingFailed)) and not is_victim(error):
             print(mask(traceback.format_exc()), end="", file=sys.stderr, flush=True)
-        self.add(refusal("job", error))
+        self.add(finding_of_error("job", error))
         self.end()
 
     def end(self) -> None:
         """End the process. Rank 0 first writes its findings for its parent process or, without a parent, shows the table."""
         code = 0
         if heartbeat.has_parent():
-            if self.here.rank == 0:
+            if self._world.rank == 0:
                 Path(os.environ[FILE]).write_text(json.dumps(self.findings))
             heartbeat.of_this_process().set("done", 0)
-        elif self.here is None or self.here.rank == 0 or self.here.level == "node":
+        elif self._world is None or self._world.rank == 0 or self._world.level == "node":
             code = self.show()
         sys.exit(code)
 
     def show(self) -> int:
         """Print the table; return the exit code, 1 if a finding is bad."""
         print(table(self.findings), flush=True)
-        return int(self._is_bad())
+        return 1 if self._is_bad() else 0
 
-    def _is_bad(self):
+    def _is_bad(self) -> bool:
         return any(finding.severity == BAD for _, finding in self.findings)
 
 
-def _of_node(args: argparse.Namespace, here: World) -> Iterator[Finding]:
+def _node_findings(args: argparse.Namespace, world: World) -> Iterator[Finding]:
     """Yield the findings of the checks that one process makes of its node before the job begins."""
-    yield checks.check_place(here)
-    yield checks.check_gpus(args.enable_gpu, here, checks.cards())
+    yield checks.check_place(world)
+    yield checks.check_gpus(args.enable_gpu, world, checks.gpu_usage())
     yield checks.check_driver(args.enable_gpu)
-    if here.world_size > 1:
-        yield checks.check_interface(here, os.environ)
-    if here.node_rank == 0 or args.ledger:  # without --ledger, other nodes write nothing
+    if world.world_size > 1:
+        yield checks.check_interface(world, os.environ)
+    if world.node_rank == 0 or args.ledger:  # without --ledger, other nodes write nothing
         yield stores.check_output([args.output_dir, args.checkpoint_dir, args.tensorboard_dir])
-        if why := folders.not_kept(args, os.environ):
-            yield bad("output", why, "declare an output of the job there (ModelArts: train_url)")
+        if reason := folders.loss_reason(args, os.environ):
+            yield bad("output", reason, "declare an output of the job there (ModelArts: train_url)")
         yield stores.check_disk("disk", args.output_dir, 0, "the results")
-    if here.node_rank == 0 and args.output_url:
-        yield from stores.check_bucket(args.output_url, "output", writes=True)
+    if world.node_rank == 0 and args.output_url:
+        yield from stores.check_bucket(args.output_url, "output", needs_write=True)
     if is_bucket(args.input.address):
         inputs = args.input_dir if args.input.fetched else None
-        passes = args.input.fetched == "during"
-        yield from stores.check_bucket(args.input.address, "data", inputs=inputs, passes=passes)
+        is_streamed = args.input.fetched == "during"
+        yield from stores.check_bucket(args.input.address, "data", inputs=inputs, is_streamed=is_streamed)
     elif args.input.address:
         yield stores.check_web(args.input.address)
 
 
 def decode(findings: list[list]) -> list[Located]:
     """Return the findings that another process sent as lists: texts of at most 1000 characters, control characters escaped."""
-    return [(node, Finding(*(one_line(word)[:1000] for word in words))) for node, words in findings]
+    return [(node, Finding(*(one_line(field)[:1000] for field in fields))) for node, fields in findings]

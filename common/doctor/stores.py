@@ -14,7 +14,7 @@ from typing import Optional
 from common.address import local_folder
 from common.alive.patience import Patience
 from common.doctor.checks import check_clock
-from common.doctor.table import BAD, Finding, bad, doubtful, good, refusal, size
+from common.doctor.table import BAD, Finding, bad, doubtful, finding_of_error, format_size, good
 from common.errors import TrainingFailed, UserError, count, one_line
 from common.files import write_atomically
 from common.storage import bucket, https
@@ -25,31 +25,34 @@ TRIES = 1000  # more than there are nodes, each of which removes its folders onc
 LISTING_SECONDS = 3  # of a bucket's objects; those not listed by then are not counted
 
 
-def check_disk(what: str, folder: str, need: int, users: str) -> Finding:
+def check_disk(check: str, folder: str, need: int, users: str) -> Finding:
     """Check that the disk has room for `need` bytes and a reserve, and for more files. `users`: what needs the bytes."""
-    place = _existing(folder)
-    disk = os.statvfs(place)
+    existing_folder = _existing_parent(folder)
+    disk = os.statvfs(existing_folder)
     free = disk.f_bavail * disk.f_frsize
     if need + SPARE > free:
-        found = f"{size(free)} free in {one_line(place)}, {users} need {size(need + SPARE)}"
-        return bad(what, found, "make room there, or give a folder on a larger disk")
+        result = f"{format_size(free)} free in {one_line(existing_folder)}, {users} need {format_size(need + SPARE)}"
+        return bad(check, result, "make room there, or give a folder on a larger disk")
     if disk.f_files and disk.f_favail < 1000:
-        found = f"{one_line(place)} has room for {disk.f_favail} more files"
-        return bad(what, found, "delete files there, or give another disk")
-    return good(what, f"{size(free)} free in {one_line(place)}" + (f", {users} need {size(need)}" if need else ""))
+        result = f"{one_line(existing_folder)} has room for {disk.f_favail} more files"
+        return bad(check, result, "delete files there, or give another disk")
+    result = f"{format_size(free)} free in {one_line(existing_folder)}"
+    if need:
+        result += f", {users} need {format_size(need)}"
+    return good(check, result)
 
 
 def check_output(folders: list[str]) -> Finding:
     """Check that files can be written in the folders and replaced by a rename, as every checkpoint needs it."""
     for folder in folders:
-        made = _missing(folder)
+        new_folders = _missing_folders(folder)
         try:
             _try_rename(folder)
         except OSError as error:
-            found = f"cannot write to {one_line(folder)}: {one_line(error.strerror or error)}"
-            return bad("output", found, "give another --output_dir, or allow this user to write there")
+            result = f"cannot write to {one_line(folder)}: {one_line(error.strerror or error)}"
+            return bad("output", result, "give another --output_dir, or allow this user to write there")
         finally:
-            for path in made:
+            for path in new_folders:
                 with contextlib.suppress(OSError):
                     os.rmdir(path)
     return good("output", f"{one_line(folders[0])} can be written to, and a rename replaces a file whole")
@@ -57,22 +60,22 @@ def check_output(folders: list[str]) -> Finding:
 
 def _try_rename(folder: str) -> None:
     """Raise OSError if a rename in `folder` does not replace a file; try again if another node has just removed the folder."""
-    for number in range(TRIES):
+    for attempt in range(TRIES):
         try:
             os.makedirs(folder, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as own:
-                path = Path(own, "file")
+            with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as temp_dir:
+                path = Path(temp_dir, "file")
                 for content in (b"old", b"new"):
                     write_atomically(str(path), content)
-                if path.read_bytes() != b"new" or os.listdir(own) != ["file"]:
+                if path.read_bytes() != b"new" or os.listdir(temp_dir) != ["file"]:
                     raise OSError(0, "a renamed file does not replace the one of that name")
             return
         except FileNotFoundError:
-            if number == TRIES - 1:
+            if attempt == TRIES - 1:
                 raise
 
 
-def _missing(folder: str) -> list[str]:
+def _missing_folders(folder: str) -> list[str]:
     """Return the folders that os.makedirs(folder) would make, the innermost first."""
     missing = []
     path = os.path.abspath(folder)
@@ -82,70 +85,75 @@ def _missing(folder: str) -> list[str]:
     return missing
 
 
-def _existing(folder: str) -> str:
-    return os.path.dirname(missing[-1]) if (missing := _missing(folder)) else folder
+def _existing_parent(folder: str) -> str:
+    """Return the folder, or the nearest folder above it that exists."""
+    missing = _missing_folders(folder)
+    return os.path.dirname(missing[-1]) if missing else folder
 
 
 # --- Buckets and web servers --------------------------------------------------------------------------------------------
 
 
 def check_bucket(
-    url: str, what: str, writes: bool = False, inputs: Optional[str] = None, passes: bool = False
+    url: str, check: str, needs_write: bool = False, inputs: Optional[str] = None, is_streamed: bool = False
 ) -> Iterator[Finding]:
-    """Check that a bucket can be listed and read, or written if `writes`. If so, check the clock, and the disk of `inputs`.
+    """Check that a bucket can be listed and read, or written if `needs_write`; then the clock and the disk.
 
-    `passes`: what the disk has no room for passes through.
+    `inputs`: the folder for the data; None: no check of the disk. `is_streamed`: data for which the disk has
+    no room are fetched again in every epoch.
     """
     patience = Patience(ANSWER_SECONDS)
     try:
-        place = bucket.Bucket(url, say=lambda text: None)
-        items, whole, ahead = _list(place, patience)
-        if writes:
-            key = f"{place.below()}.doctor"
-            place.ask("put_object", key, patience, Body=b"written by --doctor, may be deleted")
-            place.ask("delete_object", key, patience)
+        store = bucket.Bucket(url, say=lambda text: None)
+        items, is_complete, ahead = _list_objects(store, patience)
+        if needs_write:
+            key = f"{store.key_prefix()}.doctor"
+            store.ask("put_object", key, patience, Body=b"written by --doctor, may be deleted")
+            store.ask("delete_object", key, patience)
         elif items:
             smallest = min(items, key=lambda key: items[key])
-            place.ask("get_object", smallest, patience, work=lambda answer: answer["Body"].read())
+            store.ask("get_object", smallest, patience, work=lambda answer: answer["Body"].read())
     except UserError as error:
-        yield refusal(what, error)
+        yield finding_of_error(check, error)
         return
     except TrainingFailed as error:
         reason = one_line(error).rpartition("; ")[0]
-        yield bad(what, reason, "check the endpoint (AWS_ENDPOINT_URL_S3, AWS_REGION) and the network of this node")
+        yield bad(check, reason, "check the endpoint (AWS_ENDPOINT_URL_S3, AWS_REGION) and the network of this node")
         return
-    where = f"{one_line(url)} at {place.endpoint}"
-    if not items and not writes:
-        yield bad(what, f"{where} holds nothing", "check the address")
+    address = f"{one_line(url)} at {store.endpoint}"
+    if not items and not needs_write:
+        yield bad(check, f"{address} holds nothing", "check the address")
         return
     total = sum(items.values())
-    some = "" if whole else "at least "
-    done = "written and deleted" if writes else "read"
-    yield good(what, f"{where}: {some}{count(len(items), 'object')}, {size(total)}; one was {done}")
+    at_least = "" if is_complete else "at least "
+    action = "written and deleted" if needs_write else "read"
+    yield good(check, f"{address}: {at_least}{count(len(items), 'object')}, {format_size(total)}; one was {action}")
     yield check_clock(ahead, "the store")
     if inputs:
         folder = local_folder(url, inputs)
         need = max(0, total - _size_of_files(folder))
-        disk = check_disk("disk", folder, need, f"{some}{count(len(items), 'object')} to be fetched")
-        yield doubtful(*disk[1:3], "what has no room comes again in every epoch") if passes and disk.severity == BAD else disk
+        disk = check_disk("disk", folder, need, f"{at_least}{count(len(items), 'object')} to be fetched")
+        if is_streamed and disk.severity == BAD:
+            disk = doubtful(disk.check, disk.result, "what has no room comes again in every epoch")
+        yield disk
 
 
-def _list(place: bucket.Bucket, patience: Patience) -> tuple[dict[str, int], bool, float]:
+def _list_objects(store: bucket.Bucket, patience: Patience) -> tuple[dict[str, int], bool, float]:
     """Return ({key: size}, whether these are all, seconds by which this node's clock is ahead of the store's)."""
     sizes = {}
     marker = ""
-    began = time.monotonic()
+    start = time.monotonic()
     while True:
-        asked = time.time()
-        page = place.ask("list_objects", place.below(), patience, Prefix=place.below(), Marker=marker, MaxKeys=1000)
+        request_time = time.time()
+        page = store.ask("list_objects", store.key_prefix(), patience, Prefix=store.key_prefix(), Marker=marker, MaxKeys=1000)
         date = email.utils.parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
-        ahead = min(0, time.time() - date) or max(0, asked - date)  # the store answered at some time in between
+        ahead = min(0, time.time() - date) or max(0, request_time - date)  # the store answered at some time in between
         entries = page.get("Contents", [])
         sizes.update((entry["Key"], entry["Size"]) for entry in entries)
-        if not entries and place.prefix and not sizes:  # the address may be that of one object
-            page = place.ask("list_objects", place.prefix, patience, Prefix=place.prefix, MaxKeys=1)
-            sizes.update((entry["Key"], entry["Size"]) for entry in page.get("Contents", []) if entry["Key"] == place.prefix)
-        if not page.get("IsTruncated") or not entries or time.monotonic() - began > LISTING_SECONDS:
+        if not entries and store.prefix and not sizes:  # the address may be that of one object
+            page = store.ask("list_objects", store.prefix, patience, Prefix=store.prefix, MaxKeys=1)
+            sizes.update((entry["Key"], entry["Size"]) for entry in page.get("Contents", []) if entry["Key"] == store.prefix)
+        if not page.get("IsTruncated") or not entries or time.monotonic() - start > LISTING_SECONDS:
             return sizes, not page.get("IsTruncated"), ahead
         marker = page.get("NextMarker") or entries[-1]["Key"]
 
@@ -158,12 +166,12 @@ def check_web(url: str) -> Finding:
             answer.read(1)
             length = https.stated_length(url, answer)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return bad("data", f"{one_line(url)[:200]}: {one_line(error)[:200]}", f"check the address, or {https.ELSEWHERE}")
+        return bad("data", f"{one_line(url)[:200]}: {one_line(error)[:200]}", f"check the address, or {https.BUCKET_ADVICE}")
     if not length:
-        found = f"the server of {one_line(url)[:200]} states no length, so an incomplete file would not be noticed"
-        return bad("data", found, f"give another server, or {https.ELSEWHERE}")
-    return good("data", f"{one_line(url)[:200]}: {size(length)}")
+        result = f"the server of {one_line(url)[:200]} states no length, so an incomplete file would not be noticed"
+        return bad("data", result, f"give another server, or {https.BUCKET_ADVICE}")
+    return good("data", f"{one_line(url)[:200]}: {format_size(length)}")
 
 
 def _size_of_files(folder: str) -> int:
-    return sum(os.path.getsize(os.path.join(where, name)) for where, _, names in os.walk(folder) for name in names)
+    return sum(os.path.getsize(os.path.join(root, name)) for root, _, names in os.walk(folder) for name in names)

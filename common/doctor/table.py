@@ -19,10 +19,12 @@ ORDER = (
 
 
 class Finding(NamedTuple):
+    """A result of the doctor: how bad it is, of which check (ORDER), what was found, and what to do."""
+
     severity: str
-    what: str
-    found: str
-    do: str = ""
+    check: str
+    result: str
+    remedy: str = ""
 
 
 good = functools.partial(Finding, GOOD)
@@ -30,21 +32,22 @@ doubtful = functools.partial(Finding, DOUBTFUL)
 bad = functools.partial(Finding, BAD)
 
 
-def refusal(what: str, error: object) -> Finding:
+def finding_of_error(check: str, error: object) -> Finding:
     """Return a bad Finding for an error; the last part of the text of a UserError or TrainingFailed is what to do."""
     if isinstance(error, SampleError):
-        return bad(what, one_line(error.line), "see where it comes from in the log")
+        return bad(check, one_line(error.log_line), "see where it comes from in the log")
     if not isinstance(error, (UserError, TrainingFailed)):
-        return bad(what, f"{type(error).__name__}: {one_line(error)[:300]}", "see where it comes from in the log")
+        return bad(check, f"{type(error).__name__}: {one_line(error)[:300]}", "see where it comes from in the log")
     text = one_line(error)
-    found, _, do = text.rpartition("; ") if "; " in text else text.rpartition(": ")
-    return bad(what, found or text, do if found else "")
+    result, _, remedy = text.rpartition("; ") if "; " in text else text.rpartition(": ")
+    return bad(check, result or text, remedy if result else "")
 
 
 # --- Words --------------------------------------------------------------------------------------------------------------
 
 
-def size(number: float) -> str:
+def format_size(number: float) -> str:
+    """Return a number of bytes as text, in MiB or GiB."""
     return f"{number / MIB:.1f} MiB" if number < 10240 * MIB else f"{number / 1024 / MIB:.1f} GiB"
 
 
@@ -52,26 +55,32 @@ def size(number: float) -> str:
 
 
 def table(findings: Sequence[tuple[Optional[int], Finding]]) -> str:
-    """Return the table, the worst finding first, without good findings that a later one replaces. Equal findings of several
-    nodes share a line. So do all good findings of a kind, with the text of the first node."""
-    latest = {(node, finding.what): finding for node, finding in findings}  # e.g. the later of two checks of a disk
-    lasting = [line for line in findings if line[1].severity != GOOD or latest[line[0], line[1].what] is line[1]]
+    """Return the table as text, the worst findings first.
+
+    A good finding is left out if a later one replaces it. Equal findings of several nodes share a line. So do
+    all good findings of a check, with the text of the first node.
+    """
+    latest = {(node, finding.check): finding for node, finding in findings}  # e.g. the later of two checks of a disk
+    current = [entry for entry in findings if entry[1].severity != GOOD or latest[entry[0], entry[1].check] is entry[1]]
     rows = {}
-    for node, finding in sorted(lasting, key=_place_in_table):
-        kind = finding.what if finding.severity == GOOD else finding
-        rows.setdefault(kind, (finding, set()))[1].add(node)
-    several = any(node for node, _ in lasting)
-    numbers = [sum(finding.severity == severity for finding, _ in rows.values()) for severity in SEVERITIES]
-    lines = ["doctor: " + ", ".join(f"{number} {severity}" for number, severity in zip(numbers, SEVERITIES))]
+    for node, finding in sorted(current, key=_place_in_table):
+        key = finding.check if finding.severity == GOOD else finding
+        rows.setdefault(key, (finding, set()))[1].add(node)
+    is_multi_node = any(node for node, _ in current)
+    counts = [sum(finding.severity == severity for finding, _ in rows.values()) for severity in SEVERITIES]
+    lines = ["doctor: " + ", ".join(f"{number} {severity}" for number, severity in zip(counts, SEVERITIES))]
     for finding, nodes in rows.values():
-        nodes = sorted(nodes - {None}) if several else []
-        where = f"node{'s' * (len(nodes) > 1)} {naming.spans(nodes)}: " if nodes else ""
-        lines.append(f"{finding.severity:8}  {finding.what:9}  {where}{finding.found}")
-        if finding.do:
-            lines.append(f"{'':19}-> {finding.do}")
+        nodes = sorted(nodes - {None}) if is_multi_node else []
+        location = ""
+        if nodes:
+            noun = "node" if len(nodes) == 1 else "nodes"
+            location = f"{noun} {naming.spans(nodes)}: "
+        lines.append(f"{finding.severity:8}  {finding.check:9}  {location}{finding.result}")
+        if finding.remedy:
+            lines.append(f"{'':19}-> {finding.remedy}")
     return "\n".join(lines)
 
 
-def _place_in_table(line: tuple[Optional[int], Finding]) -> tuple[int, int, int]:
-    node, finding = line
-    return SEVERITIES.index(finding.severity), ORDER.index(finding.what), node or 0
+def _place_in_table(entry: tuple[Optional[int], Finding]) -> tuple[int, int, int]:
+    node, finding = entry
+    return SEVERITIES.index(finding.severity), ORDER.index(finding.check), node or 0

@@ -70,7 +70,7 @@ class Leader:
                 self._silent.add(lost_leader)
         self._gather_until = 0.0 if lost_leader is None else time.monotonic() + GATHER_SECONDS
         self._stop_requests: dict[int, tuple[float, int]] = {}  # {node: (when a stop signal came for it, the signal)}
-        self._leaving: set[int] = set()  # the nodes in _stops that were told that they may leave
+        self._leaving: set[int] = set()  # the nodes in _stop_requests that were told that they may leave
         self._stuck_since = self._short_since = self._last_seek = 0.0
         self._tries = 0
         self._lighthouse: Any = None

@@ -228,7 +228,7 @@ def torchft() -> Any:
 
 def _group_class(device: torch.device) -> Any:
     """Return torchft's class of process groups for the device; raise UserError if it has none."""
-    backend = devices.collectives_of(device)
+    backend = devices.collective_backend(device)
     name = "ProcessGroupGloo" if backend == "gloo" else f"ProcessGroup{backend.upper()}"
     if not hasattr(torchft().process_group, name):
         raise UserError(

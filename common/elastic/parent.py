@@ -21,7 +21,7 @@ from common.alive.loop import THIS_NODE, Loop
 from common.alive.supervisor import GRACE_SECONDS, Supervisor
 from common.alive.wire import channel, hub, messages
 from common.alive.worker import Fault, Worker, cause
-from common.devices.diagnosis import is_its_own_fault
+from common.devices.diagnosis import is_device_error
 from common.elastic import greeting, members
 from common.elastic.leader import Leader
 from common.elastic.messages import FORMS, NONE_YET, Generation, NodeReport
@@ -186,7 +186,7 @@ class ElasticParent:
         if fault is None:
             return
         reported = worker.reported_fault() if worker.code is not None else None
-        if reported and not reported["victim"] and not is_its_own_fault(reported["text"]):
+        if reported and not reported["victim"] and not is_device_error(reported["text"]):
             self._loop.report(worker)  # another rank would fail in the same way
             return
         with contextlib.suppress(ProcessLookupError):

@@ -18,7 +18,7 @@ from common.errors import TrainingFailed, UserError
 from common.ranks import collectives
 from common.run import Observer, Run
 from common.run.about import facts_of_this_start, manifest_of
-from common.run.peers import Fixed, Wanted
+from common.run.peers import Fixed, Requests
 
 
 class Elastic(Fixed):
@@ -30,7 +30,7 @@ class Elastic(Fixed):
     def __init__(self, args: argparse.Namespace, members: Members):
         super().__init__(args)
         self._members = members
-        self.told_to_stop = members.told_to_stop
+        self.requested_signal = members.told_to_stop
         self.rank = members.rank
         self.size = members.size
         self.shows = self.rank == 0 and not members.comes_later
@@ -73,9 +73,9 @@ class Elastic(Fixed):
         run.shares.deal_again()
         self.agreement.begin()
         self._write_if_chosen()
-        run.due.allow_stop(run.due.evaluates)
+        run.due.allow_stop(run.due.is_evaluating)
 
-    def form_again(self) -> None:
+    def regroup(self) -> None:
         self._form()
         self._run.sampler.start_at(self._run.position.epoch, self._run.position.consumed)
 
@@ -128,15 +128,15 @@ class Elastic(Fixed):
             ids = torch.cat(gather(padded))
         self._last_step = [run.position.epoch, run.position.consumed, ids[ids >= 0]]
 
-    def agree_after_step(self) -> Wanted:
-        return self.agreement.wanted  # exchanged before the step has counted
+    def agree_after_step(self) -> Requests:
+        return self.agreement.requests  # exchanged before the step has counted
 
     def samples_of_step(self, ids: torch.Tensor) -> torch.Tensor:
         return self._last_step[2]
 
     def note_step(self) -> None:
         if news := self._members.news:
-            self._run.tell(Observer.nodes, news=news, ranks=self.size, pause=self._run.clock.since_step())
+            self._run.notify(Observer.nodes_changed, news=news, ranks=self.size, pause=self._run.clock.seconds_since_step())
         self._members.note_step()
 
     def _write_if_chosen(self):
@@ -146,11 +146,11 @@ class Elastic(Fixed):
             return
         if not run.side_files.writes:
             run.side_files.writes = run.side_files.shows = True
-            run.tell(Observer.takes_over)
+            run.notify(Observer.takes_over)
             run.saving.take_over()
             run.evidence.keep(self.rank, needs_attempt=True, needs_ledger=True)
             if run.plan.resumed_at:
-                run.tell(Observer.began, about=facts_of_this_start(run, "the state of the other nodes"))
+                run.notify(Observer.began, about=facts_of_this_start(run, "the state of the other nodes"))
         if self._last_step:  # the rank that noted it may be lost; a new start in the ledger lets it count once
             epoch, consumed, ids = self._last_step
             run.evidence.begin(epoch, consumed)

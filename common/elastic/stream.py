@@ -6,7 +6,7 @@ from typing import Any, BinaryIO, ClassVar
 import torch
 
 from common.weights.plain import Refused, check
-from common.weights.tensors import Unpickler, of_records
+from common.weights.tensors import Unpickler, read_records
 
 
 class _Entries(Unpickler):
@@ -19,8 +19,8 @@ class _Entries(Unpickler):
         self.stack[-1] = {}
 
     def _fill(self):
-        state = self._of(self.stack.pop(), dict)
-        self._of(self.stack[-1], dict).update(state)
+        state = self._require_type(self.stack.pop(), dict)
+        self._require_type(self.stack[-1], dict).update(state)
 
     dispatch: ClassVar[Any] = {**Unpickler.dispatch, pickle.NEWOBJ[0]: _new, pickle.BUILD[0]: _fill}
 
@@ -40,6 +40,6 @@ def read_stream(file: BinaryIO) -> Any:
         records[key] = file.read(length)
         if len(records[key]) != length:
             raise Refused("it ends too early")
-    value = of_records(records)
+    value = read_records(records)
     check(value)
     return value

@@ -20,7 +20,7 @@ START_SECONDS = 120  # a process, such as one that uses Ray, may take this long 
 class Child(subprocess.Popen):
     """A module of this project that runs as another process, in a session of its own, which Ctrl-C does not reach.
 
-    Lines of text go there by tell(), and come from there to hear() or `stdout`.
+    Lines of text go to it by write_line(), and come from it to start_reader() or `stdout`.
     """
 
     stdin: IO[str]
@@ -33,24 +33,25 @@ class Child(subprocess.Popen):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         super().__init__([sys.executable, "-c", code, *arguments], start_new_session=True, env=env, **pipes)
 
-    def tell(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         """Send a line, unless the process has ended. Not after end_input()."""
         with contextlib.suppress(OSError):
             self.stdin.write(f"{line}\n")
             self.stdin.flush()
 
     def end_input(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
+        """Close the input of the process; it may have ended before."""
+        with contextlib.suppress(OSError):
             self.stdin.close()
 
-    def hear(self, said: Callable[[str], None], name: str) -> threading.Thread:
-        """Call said(line) with each line that comes, in a thread of this name."""
+    def start_reader(self, on_line: Callable[[str], None], name: str) -> threading.Thread:
+        """Start a thread of this name that calls on_line(line) with each line from the process; return the thread."""
 
-        def listen() -> None:
+        def read_lines() -> None:
             for line in self.stdout:
-                said(line.rstrip("\n"))
+                on_line(line.rstrip("\n"))
 
-        thread = threading.Thread(target=listen, name=name, daemon=True)
+        thread = threading.Thread(target=read_lines, name=name, daemon=True)
         thread.start()
         return thread
 

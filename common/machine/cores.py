@@ -8,6 +8,7 @@ from typing import Optional
 
 
 def count() -> int:
+    """Return the number of cores that this process may use, at least 1."""
     visible = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(visible, quota() or visible)
 

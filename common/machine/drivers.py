@@ -16,7 +16,7 @@ ASCEND = Path("/usr/local/Ascend")  # the folder of the driver, and of CANN unle
 
 def nvidia() -> Optional[str]:
     """Return the version of NVIDIA's driver, or None."""
-    library = _library()
+    library = _nvml()
     version = ctypes.create_string_buffer(96)
     if library and library.nvmlSystemGetDriverVersion(version, len(version)) == 0:
         return version.value.decode()
@@ -25,12 +25,13 @@ def nvidia() -> Optional[str]:
 
 def gpus() -> int:
     """Return how many NVIDIA GPUs this container may use, also those that CUDA_VISIBLE_DEVICES hides; 0 without NVML."""
-    library = _library()
+    library = _nvml()
     number = ctypes.c_uint()
     return number.value if library and library.nvmlDeviceGetCount_v2(ctypes.byref(number)) == 0 else 0
 
 
-def _library():
+def _nvml() -> Optional[ctypes.CDLL]:
+    """Return NVML, initialized; None without it."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -45,22 +46,24 @@ def npus() -> int:
 
 def ascend() -> Optional[str]:
     """Return the version of Ascend's driver, or None."""
-    return _stated(ASCEND / "driver" / "version.info")
+    return _stated_version(ASCEND / "driver" / "version.info")
 
 
 def cann() -> Optional[str]:
     """Return the version of CANN, Ascend's toolkit, or None."""
-    homes = [Path(os.environ["ASCEND_HOME_PATH"])] if os.environ.get("ASCEND_HOME_PATH") else []
+    homes = []
+    if os.environ.get("ASCEND_HOME_PATH"):
+        homes.append(Path(os.environ["ASCEND_HOME_PATH"]))
     files = [home / "version.cfg" for home in (*homes, ASCEND / "ascend-toolkit" / "latest", ASCEND / "cann")]
     files += [home / "compiler" / "version.info" for home in (*homes, ASCEND / "ascend-toolkit" / "latest")]
-    return next((version for file in files if (version := _stated(file))), None)
+    return next((version for file in files if (version := _stated_version(file))), None)
 
 
-def _stated(file: Path) -> Optional[str]:
+def _stated_version(file: Path) -> Optional[str]:
     """Return the version stated in a file, as Version=8.2.RC1 or toolkit_installed_version=[8.2.RC1:8.2.RC1]; else None."""
     try:
         text = file.read_text(errors="replace")
     except OSError:
         return None
-    stated = re.search(r"(?:^|_)version\s*=\s*\[?(?:[\d.]*:)?([\w.]+)", text, re.IGNORECASE | re.MULTILINE)
-    return stated[1] if stated else None
+    match = re.search(r"(?:^|_)version\s*=\s*\[?(?:[\d.]*:)?([\w.]+)", text, re.IGNORECASE | re.MULTILINE)
+    return match[1] if match else None

@@ -15,24 +15,24 @@ class Average(nn.Module):
         super().__init__()
         self.module = copy.deepcopy(network)
         self._decay = decay
-        self._begun = False
+        self._has_begun = False
         self.register_buffer("n_averaged", torch.tensor(0))
-        self.register_load_state_dict_post_hook(lambda average, _: average._look())
+        self.register_load_state_dict_post_hook(lambda average, _: average._update_has_begun())
 
-    def _look(self):
-        self._begun = bool(self.n_averaged)  # this waits for the GPU, but only once, after a restart
+    def _update_has_begun(self):
+        self._has_begun = bool(self.n_averaged)  # this waits for the GPU, but only once, after a restart
 
     @torch.no_grad()
     def update(self, network: nn.Module) -> None:
         """Add a network to the average. The first is copied; later, floating-point tensors are averaged, counters copied."""
         pairs = list(zip((*self.module.parameters(), *self.module.buffers()), (*network.parameters(), *network.buffers())))
-        for averaged in (True, False):  # floating-point tensors, then counters
-            chosen = [pair for pair in pairs if pair[0].is_floating_point() == averaged]
-            ours = [one for one, _ in chosen]
-            theirs = [other for _, other in chosen]
-            if averaged and self._begun:
-                torch._foreach_lerp_(ours, theirs, 1 - self._decay)
-            elif chosen:
-                torch._foreach_copy_(ours, theirs)
+        for is_floating in (True, False):  # floating-point tensors, then counters
+            matching = [pair for pair in pairs if pair[0].is_floating_point() == is_floating]
+            averages = [average for average, _ in matching]
+            values = [value for _, value in matching]
+            if is_floating and self._has_begun:
+                torch._foreach_lerp_(averages, values, 1 - self._decay)
+            elif matching:
+                torch._foreach_copy_(averages, values)
         self.n_averaged += 1
-        self._begun = True
+        self._has_begun = True

@@ -19,10 +19,9 @@ NEAREST = {
 
 def require(arch: str, image_size: int) -> None:
     """Raise UserError for an unknown network, or one that takes no images of this size. Jobs call it before they read data."""
-    _named(arch.replace("-", "_"), image_size)
-    if not arch.startswith(
-        ("regnet", "timm/")
-    ):  # they need real tensors to compute widths; the size is checked later, if at all
+    _constructor(arch.replace("-", "_"), image_size)
+    # These need real tensors to compute widths; their size is checked later, if at all.
+    if not arch.startswith(("regnet", "timm/")):
         with torch.device("meta"):
             classifier(arch, 1, image_size)
 
@@ -31,11 +30,11 @@ def classifier(arch: str, num_classes: int, image_size: int, shallow: bool = Fal
     """Return a new network in eval mode. `shallow`: set zero_init_residual, so ResNet blocks at first add 0 to their input."""
     arch = arch.replace("-", "_")
     residual = {"zero_init_residual": True} if shallow and arch.startswith(("resne", "wide_resnet")) else {}
-    sized = {"vit": {"image_size": image_size}, "maxvit": {"input_size": (image_size,) * 2}}
-    own = {**residual, **sized.get(arch.split("_")[0], {})}
-    make = _named(arch, image_size, shallow)
+    size_options = {"vit": {"image_size": image_size}, "maxvit": {"input_size": (image_size,) * 2}}
+    options = {**residual, **size_options.get(arch.split("_")[0], {})}
+    make = _constructor(arch, image_size, shallow)
     try:
-        network = make(num_classes=num_classes, **own)
+        network = make(num_classes=num_classes, **options)
         with torch.no_grad():
             network.train(False)(torch.zeros(1, 3, image_size, image_size))
     except (RuntimeError, AssertionError, ValueError) as error:
@@ -47,27 +46,30 @@ def last_layers(network: Any) -> list[str]:
     """Return the names of the parts of a network that give a score for each class: one, or two in some networks of timm."""
     if not hasattr(network, "get_classifier"):  # it is not of timm
         return [[name for name, _ in network.named_parameters()][-1].rpartition(".")[0]]
-    given = network.get_classifier()
-    heads = [*given] if isinstance(given, tuple) else [given]
+    layers = network.get_classifier()
+    heads = [*layers] if isinstance(layers, tuple) else [layers]
     heads.append(getattr(network, "aux_head", None))  # of VOLO, which does not name it
     return [name for name, module in network.named_modules() if any(module is head for head in heads)]
 
 
-def _named(arch: str, image_size: int, shallow: bool = False) -> Callable[..., Any]:
+def _constructor(arch: str, image_size: int, shallow: bool = False) -> Callable[..., Any]:
+    """Return a function that makes the network from num_classes and options; UserError if unknown."""
     if arch.startswith("timm/"):
         from common.models import of_timm
 
-        return of_timm.maker(arch, image_size, shallow)
+        return of_timm.constructor(arch, image_size, shallow)
     import torchvision
     from torchvision.models.resnet import Bottleneck, ResNet
 
     if arch == "resnext101_32x4d":
-        return lambda **own: ResNet(Bottleneck, [3, 4, 23, 3], groups=32, width_per_group=4, **own)
+        return lambda **options: ResNet(Bottleneck, [3, 4, 23, 3], groups=32, width_per_group=4, **options)
     if arch in NEAREST:
         raise UserError(f"--arch {arch} is none of torchvision's networks; the nearest: {NEAREST[arch]}")
     # inception_v3 and googlenet return more than scores of the classes.
     names = set(torchvision.models.list_models(module=torchvision.models)) - {"inception_v3", "googlenet"}
     if arch not in names:
-        near = difflib.get_close_matches(arch, names, n=3, cutoff=0) or sorted(names)
-        raise UserError(f"--arch {arch} is none of torchvision's {len(names)} networks; the nearest: {', '.join(near)}")
-    return lambda **own: torchvision.models.get_model(arch, **own)
+        close_matches = difflib.get_close_matches(arch, names, n=3, cutoff=0) or sorted(names)
+        raise UserError(
+            f"--arch {arch} is none of torchvision's {len(names)} networks; the nearest: {', '.join(close_matches)}"
+        )
+    return lambda **options: torchvision.models.get_model(arch, **options)

@@ -13,7 +13,7 @@ import torch
 from common.errors import UserError, one_line
 
 # The names of a vision transformer here and in torchvision. Other networks that both have, as ResNet, have the same names.
-OF_TORCHVISION = {
+TORCHVISION_NAMES = {
     r"cls_token": "class_token", r"pos_embed": "encoder.pos_embedding", r"patch_embed\.proj\.(.*)": r"conv_proj.\1",
     r"blocks\.(\d+)\.norm([12])\.(.*)": r"encoder.layers.encoder_layer_\1.ln_\2.\3",
     r"blocks\.(\d+)\.attn\.qkv\.(.*)": r"encoder.layers.encoder_layer_\1.self_attention.in_proj_\2",
@@ -25,39 +25,44 @@ OF_TORCHVISION = {
 
 
 def name_in_torchvision(name: str) -> str:
-    return next((found.expand(other) for own, other in OF_TORCHVISION.items() if (found := re.fullmatch(own, name))), name)
+    """Return torchvision's name for a weight of timm's vision transformer; any other name unchanged."""
+    for pattern, template in TORCHVISION_NAMES.items():
+        if match := re.fullmatch(pattern, name):
+            return match.expand(template)
+    return name
 
 
-def maker(arch: str, image_size: int, shallow: bool) -> Callable[..., torch.nn.Module]:
-    """Return what makes the network of `arch`, "timm/NAME", from num_classes. `shallow`: as classifiers.classifier has it."""
+def constructor(arch: str, image_size: int, shallow: bool) -> Callable[..., torch.nn.Module]:
+    """Return a function that makes the network "timm/NAME" from num_classes. `shallow`: as in classifier()."""
     name = arch.partition("/")[2]
     sized = {"img_size": image_size} if config(arch).fixed_input_size else {}
     residual = {"zero_init_last": False} if name.startswith(("resne", "wide_resnet")) and not shallow else {}
     return functools.partial(_timm().create_model, name, pretrained=False, **sized, **residual)
 
 
-def pictures(args: argparse.Namespace, before: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the values of --image_size, mean and so on that its pictures have, unless given, and a line for the log.
+def image_options(args: argparse.Namespace, previous: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the picture options of --arch, such as image_size, unless given, and a line for the log.
 
-    `before`: the arguments of the run that goes on, whose values stay, or {}.
+    `previous`: the arguments of the run that goes on, whose values stay, or {}.
     """
-    its = config(args.arch)
+    timm_config = config(args.arch)
     values = {
-        "image_size": its.input_size[-1],
-        "interpolation": "bicubic" if its.interpolation == "bicubic" else "bilinear",
-        "resize": "whole" if its.crop_mode == "squash" else "short",
-        "crop_pct": min(1.0, its.crop_pct),
-        "mean": tuple(its.mean),
-        "std": tuple(its.std),
+        "image_size": timm_config.input_size[-1],
+        "interpolation": "bicubic" if timm_config.interpolation == "bicubic" else "bilinear",
+        "resize": "whole" if timm_config.crop_mode == "squash" else "short",
+        "crop_pct": min(1.0, timm_config.crop_pct),
+        "mean": tuple(timm_config.mean),
+        "std": tuple(timm_config.std),
     }
-    kept = before if before.get("arch") == args.arch else {}
-    values = {name: vars(args)[name] if name in args.given else kept.get(name) or value for name, value in values.items()}
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    saved = previous if previous.get("arch") == args.arch else {}
+    for name, value in values.items():
+        chosen = vars(args)[name] if name in args.given else saved.get(name) or value
+        values[name] = tuple(chosen) if isinstance(chosen, list) else chosen
     mean, std = (" ".join(f"{value:g}" for value in values[name]) for name in ("mean", "std"))
     size, mode, share = (values[name] for name in ("image_size", "interpolation", "crop_pct"))
-    shown = " --resize whole" if values["resize"] == "whole" else f", with --resize short {share:g} of the short side"
+    resize_text = " --resize whole" if values["resize"] == "whole" else f", with --resize short {share:g} of the short side"
     return values, (
-        f"{args.arch}: --image_size {size} --interpolation {mode}{shown}; mean {mean}, standard deviation {std} "
+        f"{args.arch}: --image_size {size} --interpolation {mode}{resize_text}; mean {mean}, standard deviation {std} "
         f"(timm {_timm().__version__})"
     )
 
@@ -67,17 +72,17 @@ def config(arch: str) -> Any:
     timm = _timm()
     name = arch.partition("/")[2].replace("-", "_")
     try:
-        found = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+        pretrained_cfg = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     except RuntimeError:  # no such tag behind the point
-        found = None
-    if not found:
+        pretrained_cfg = None
+    if not pretrained_cfg:
         names = timm.list_models()
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0)
+        close_matches = difflib.get_close_matches(name, names, n=3, cutoff=0)
         raise UserError(
             f"--arch timm/{one_line(name)} is none of the {len(names)} networks of timm {timm.__version__}; the nearest: "
-            f"{', '.join(near)}"
+            f"{', '.join(close_matches)}"
         )
-    return found
+    return pretrained_cfg
 
 
 def _timm() -> Any:

@@ -2,15 +2,15 @@
 
 from torch import Tensor, nn
 
-FEW = 8  # channels
+FEW_CHANNELS = 8  # channels
 
 
-class Across(nn.Conv2d):
+class PointwiseConv2d(nn.Conv2d):
     """A 1x1 convolution. With few channels it strides by slicing: torch 2.15's gradient corrupts memory on AVX2-only CPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = self.stride
-        if self.in_channels >= FEW:
+        if self.in_channels >= FEW_CHANNELS:
             return super().forward(x)
         return nn.functional.conv2d(x[:, :, ::rows, ::columns], self.weight)
 
@@ -27,8 +27,8 @@ class BasicBlock(nn.Module):
         )
         self.shortcut = nn.Sequential()
         if stride != 1 or in_channels != out_channels:
-            across = Across(in_channels, out_channels, kernel_size=1, stride=stride, bias=False)
-            self.shortcut = nn.Sequential(across, nn.BatchNorm2d(out_channels))
+            projection = PointwiseConv2d(in_channels, out_channels, kernel_size=1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(out_channels))
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,4 +57,5 @@ class ResNet(nn.Module):
 
 
 def resnet18(num_classes: int = 10, width: int = 64) -> ResNet:
+    """Return a ResNet-18 for images of 32x32 pixels. `width`: channels of its first stage."""
     return ResNet(num_classes, width)

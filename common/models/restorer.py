@@ -36,10 +36,10 @@ class Restorer(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         height, width = images.shape[2:]
-        even = F.pad(images, (0, width % 2, 0, height % 2), mode="replicate")
-        features = self.head(F.pixel_unshuffle(even, 2))
-        found = F.pixel_shuffle(self.tail(self.body(features)), 2)
-        return images + found[:, :, :height, :width]
+        padded = F.pad(images, (0, width % 2, 0, height % 2), mode="replicate")
+        features = self.head(F.pixel_unshuffle(padded, 2))
+        residual = F.pixel_shuffle(self.tail(self.body(features)), 2)
+        return images + residual[:, :, :height, :width]
 
 
 def psnr(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -49,8 +49,8 @@ def psnr(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def ssim(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the structural similarity (Wang et al., 2004) of each pair of a batch of pictures in [0, 1], without padding."""
-    place = torch.arange(WINDOW, dtype=images.dtype, device=images.device) - WINDOW // 2
-    weights = torch.exp(-place.square() / (2 * SIGMA**2))
+    offsets = torch.arange(WINDOW, dtype=images.dtype, device=images.device) - WINDOW // 2
+    weights = torch.exp(-offsets.square() / (2 * SIGMA**2))
     weights = (weights / weights.sum()).expand(images.shape[1], 1, WINDOW)
 
     def blurred(pictures: torch.Tensor) -> torch.Tensor:

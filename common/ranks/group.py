@@ -76,7 +76,7 @@ def start_workers(args: argparse.Namespace) -> None:
         return
     if world.world_size == 1 and not args.max_restarts:
         return
-    devices.require_one_each(args)
+    devices.require_enough_devices(args)
     if warning := devices.fewer_than_promised(args):
         print(f"warning: node {world.node_rank}: {warning}", flush=True)
     from common.alive.parent import Parent
@@ -107,12 +107,12 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
     # Imported after the group is formed, as by DistributedDataParallel, it keeps the group as a default argument. Then Gloo's
     # threads outlive destroy_process_group, and a thread that releases its last tensor too late aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
-    backend = devices.collectives_of(device)
+    backend = devices.collective_backend(device)
     timeout = datetime.timedelta(seconds=seconds)
     if world.num_nodes > 1:
-        if problem := network.not_here(os.environ, backend):
+        if problem := network.interface_error(os.environ, backend):
             raise UserError(problem)
-        if devices.is_nvidia(device) and world.local_rank == 0 and (warning := network.no_adapter(os.environ)):
+        if devices.is_nvidia(device) and world.local_rank == 0 and (warning := network.adapter_warning(os.environ)):
             print(f"warning: node {world.node_rank}: {warning}", flush=True)
     network.allow_open_files(MAX_OPEN_FILES)
     GROUP.members = REPLACED.members(args, device) if REPLACED.members else None
@@ -124,7 +124,7 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
 
         os.environ.update({"MASTER_ADDR": world.master_addr, "MASTER_PORT": str(world.master_port)})
         own_address = "127.0.0.1" if world.num_nodes == 1 else network.route_to(world.master_addr)
-        os.environ.update(network.of_a_group(own_address))
+        os.environ.update(network.group_environment(own_address))
         job_store = store.open_store(world, args.join_seconds)
         if missing := store.meet(world, job_store, args.join_seconds):
             raise UserError(f"{naming.describe_ranks(missing)} did not come within {args.join_seconds:.0f} s (--join_seconds)")

@@ -134,7 +134,7 @@ class _OverAllRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         images, weight, bias, running_mean, running_var, eps, momentum = inputs
-        kernels = GpuKernels if devices.of(images.device).norm_kernels else CpuKernels
+        kernels = GpuKernels if devices.kind_of(images.device).has_sync_batch_norm else CpuKernels
         images = kernels.to_layout(images)
         own_statistics = torch.cat(kernels.statistics(images, eps))
         gathered = torch.empty(

@@ -13,22 +13,34 @@ from typing import Optional
 
 from common.chance import accuracy_by_chance
 from common.errors import UserError, one_line
-from common.files import append, drop_half_a_line
+from common.files import append, drop_partial_line
 
 FILES = ("metrics.jsonl", "speed.jsonl", "journal.jsonl", "state.json", "report.json")
 LARGEST = 1 << 30  # bytes: a larger file is ignored
-GROUPED = 1 << 23  # bytes: of a larger speed.jsonl, rows are joined
-CAME = ("from_bucket_mib", "from_bucket_first_mib", "on_disk_mib")  # where the data of a pack came from
-ADDED = (
-    "images", "waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused", "waiting_for_storage", *CAME
+LARGEST_UNJOINED = 1 << 23  # bytes: of a larger speed.jsonl, rows are joined
+SOURCES = ("from_bucket_mib", "from_bucket_first_mib", "on_disk_mib")  # where the data of a pack came from
+SUMMED = (
+    "images", "waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused", "waiting_for_storage", *SOURCES
 )  # fmt: skip
-NOT_OF_AN_EVALUATION = {"epoch", "steps", "samples", "train_loss"}
+NON_METRICS = {"epoch", "steps", "samples", "train_loss"}
 LARGEST_NUMBER = 1e11  # larger ones are dropped; as Unix time it is in the year 5138
-NUMBERS = {"time", "epoch", "epochs", "samples", "steps", "ranks", "nodes", "pause", "rows"}  # must be numbers in the journal
+NUMERIC_FIELDS = {
+    "time",
+    "epoch",
+    "epochs",
+    "samples",
+    "steps",
+    "ranks",
+    "nodes",
+    "pause",
+    "rows",
+}  # must be numbers in the journal
 
 
 @dataclasses.dataclass
 class RunFiles:
+    """The content of a run's files. Values that are not numbers where the page needs numbers are left out."""
+
     folder: str
     name: str  # the folder's name, which the page shows as that of the run
     epochs: list[dict]  # metrics.jsonl: numbers alone
@@ -38,6 +50,7 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: str, name: Optional[str] = None) -> "RunFiles":
+        """Read the files of the run in a folder; UserError if it has none. `name`: for the page."""
         if not any(os.path.exists(os.path.join(folder, file)) for file in FILES):
             raise UserError(f"{one_line(name or folder)} holds no run: give the output folder of a job that has trained")
         epochs, speed, journal, _, scores = (_lines(os.path.join(folder, file)) for file in FILES)
@@ -45,15 +58,17 @@ class RunFiles:
         speed = _joined_rows(
             ({key: row[key] for key in row if _is_number(row[key])} for row in speed), os.path.join(folder, FILES[1])
         )
-        journal = [{key: row[key] for key in row if key not in NUMBERS or _is_number(row[key])} for row in journal]
+        journal = [{key: row[key] for key in row if key not in NUMERIC_FIELDS or _is_number(row[key])} for row in journal]
         scores = next(scores, None)
-        shown = one_line(name or os.path.basename(os.path.abspath(folder)))
-        return cls(folder, shown, epochs, speed, journal, _scores_for_page(scores) if scores else {})
+        shown_name = one_line(name or os.path.basename(os.path.abspath(folder)))
+        return cls(folder, shown_name, epochs, speed, journal, _scores_for_page(scores) if scores else {})
 
     def events(self, kind: str) -> list[dict]:
         """Return the events of a kind. Repeats of "nodes" are left out, as several ranks may have recorded the same change."""
         rows = [row for row in self.journal if row.get("event") == kind]
-        return list({(str(row.get("text")), row.get("samples")): row for row in rows}.values()) if kind == "nodes" else rows
+        if kind == "nodes":
+            return list({(str(row.get("text")), row.get("samples")): row for row in rows}.values())
+        return rows
 
     @property
     def start(self) -> dict:
@@ -66,26 +81,26 @@ class RunFiles:
         end = (self.events("end") or [{}])[-1]
         return end if end.get("time", 0) >= self.start.get("time", 0) else {}
 
-    def trained(self) -> list[dict]:
+    def training_rows(self) -> list[dict]:
         """Return the rows of `speed`, without those of earlier starts past the sample from which a later start went on."""
-        kept: list[dict] = []
+        kept_rows: list[dict] = []
         next_rows = collections.deque(self.speed)
         for start in self.events("start")[1:]:
             while next_rows and next_rows[0].get("time", math.inf) < start.get("time", 0):
-                kept.append(next_rows.popleft())
-            while kept and kept[-1].get("samples", 0) > start.get("samples", 0):
-                kept.pop()
-        return [*kept, *next_rows]
+                kept_rows.append(next_rows.popleft())
+            while kept_rows and kept_rows[-1].get("samples", 0) > start.get("samples", 0):
+                kept_rows.pop()
+        return [*kept_rows, *next_rows]
 
     def metrics(self) -> list[str]:
         """Return the names of the evaluation's metrics, in the order in which the epochs have them."""
-        return [name for name in dict.fromkeys(name for row in self.epochs for name in row) if name not in NOT_OF_AN_EVALUATION]
+        return [name for name in dict.fromkeys(name for row in self.epochs for name in row) if name not in NON_METRICS]
 
     def best(self) -> tuple[str, dict]:
         """Return the name of the metric that chooses the best epoch, and that epoch's row; both are empty if there is none."""
-        by = next((name for name in (self.start.get("best_by"), "accuracy", "psnr") if name in self.metrics()), "")
+        metric = next((name for name in (self.start.get("best_by"), "accuracy", "psnr") if name in self.metrics()), "")
         choose = min if self.start.get("best_is") == "lowest" else max
-        return by, choose((row for row in self.epochs if by in row), key=lambda row: row[by], default={})
+        return metric, choose((row for row in self.epochs if metric in row), key=lambda row: row[metric], default={})
 
     def has_learnt(self) -> bool:
         """Return whether the best accuracy is above that of guessing; False if it is not known."""
@@ -95,32 +110,32 @@ class RunFiles:
 
     def seconds(self) -> float:
         """Return the seconds of all starts together, each from its beginning to the last row that is known of it."""
-        begins = [row.get("time", 0) for row in self.events("start")]
+        begin_times = [row.get("time", 0) for row in self.events("start")]
         times = [row.get("time", 0) for row in self.journal + self.speed]
-        ends = (max((time for time in times if time < until), default=0) for until in [*begins[1:], math.inf])
-        return sum(max(0, end - begin) for begin, end in zip(begins, ends))
+        end_times = (max((time for time in times if time < until), default=0) for until in [*begin_times[1:], math.inf])
+        return sum(max(0, end - begin) for begin, end in zip(begin_times, end_times))
 
     def data(self) -> dict[str, list]:
         """Return counts of pictures, {"classes": [(name, train, val)], "left_out": [(reason, count, name)]}; or {}."""
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            said = self.start["data"]
-            classes = [(one_line(name), int(train), int(val)) for name, train, val in said["classes"]]
-            left_out = [(one_line(reason), int(count), one_line(name)) for reason, count, name in said["left_out"]]
+            counts = self.start["data"]
+            classes = [(one_line(name), int(train), int(val)) for name, train, val in counts["classes"]]
+            left_out = [(one_line(reason), int(count), one_line(name)) for reason, count, name in counts["left_out"]]
             return {"classes": classes, "left_out": left_out}
         return {}
 
 
-def add_end(folder: str, since: float, why: str) -> bool:
+def add_end(folder: str, since: float, reason: str) -> bool:
     """Add to the journal that the run failed, if just one start began since `since` and has no end; return whether it did."""
-    left = RunFiles.read(folder)
-    began = [row for row in left.events("start") if row.get("time", 0) >= since]
-    if left.end or len(began) != 1:  # it wrote its end, never began, or a later start has followed
+    run = RunFiles.read(folder)
+    starts = [row for row in run.events("start") if row.get("time", 0) >= since]
+    if run.end or len(starts) != 1:  # it wrote its end, never began, or a later start has followed
         return False
-    last = max(left.speed, key=lambda row: row.get("time", 0), default={})
-    now = max(round(time.time(), 3), began[0]["time"])  # the clock may have gone back
-    row = {"time": now, "event": "end", "how": "failed", "why": why, "samples": last.get("samples", 0)}
+    last_row = max(run.speed, key=lambda row: row.get("time", 0), default={})
+    now = max(round(time.time(), 3), starts[0]["time"])  # the clock may have gone back
+    row = {"time": now, "event": "end", "how": "failed", "why": reason, "samples": last_row.get("samples", 0)}
     with io.FileIO(os.path.join(folder, FILES[2]), "r+") as file:
-        drop_half_a_line(file)
+        drop_partial_line(file)
         append(file, json.dumps(row).encode() + b"\n")
     return True
 
@@ -136,18 +151,18 @@ def _scores_for_page(scores: dict) -> dict:
         by_class = [
             [int(row["samples"]), *(float(row[name]) for name in ("recall", "precision", "f1"))] for row in scores["classes"]
         ]
-        cells = [(int(true), int(given), int(count)) for true, given, count in scores["confusion"]]
-        if all(0 <= true < len(names) and 0 <= given < len(names) and 0 < times < 1e15 for true, given, times in cells):
+        cells = [(int(true), int(predicted), int(count)) for true, predicted, count in scores["confusion"]]
+        if all(0 <= true < len(names) and 0 <= predicted < len(names) and 0 < times < 1e15 for true, predicted, times in cells):
             mistakes = {
                 kind: [
                     {
-                        **{word: one_line(str(one[word])) for word in ("id", "class", "predicted")},
-                        "sure": float(one["confidence"] or 0),
-                        "name": one_line(str(one.get("file", f"#{one['id']}"))),
+                        **{field: one_line(str(mistake[field])) for field in ("id", "class", "predicted")},
+                        "sure": float(mistake["confidence"] or 0),
+                        "name": one_line(str(mistake.get("file", f"#{mistake['id']}"))),
                     }
-                    for one in found
+                    for mistake in rows
                 ]
-                for kind, found in scores["mistakes"].items()
+                for kind, rows in scores["mistakes"].items()
             }
             epoch = int(scores.get("epoch") or 0)
             return {"epoch": epoch, "names": names, "by_class": by_class, "cells": cells, "mistakes": mistakes}
@@ -168,15 +183,15 @@ def _lines(path: str) -> Iterator[dict]:
 
 def _joined_rows(rows: Iterator[dict], path: str) -> list[dict]:
     """Join neighbouring rows of an epoch if the file is large, to save memory: sum the values in ADDED, else keep the last."""
-    most = os.path.getsize(path) // GROUPED if os.path.exists(path) else 0
-    found = []
-    size = 0
+    max_joined = os.path.getsize(path) // LARGEST_UNJOINED if os.path.exists(path) else 0
+    joined = []
+    num_joined = 0
     for row in rows:
-        if found and size < most and found[-1].get("epoch") == row.get("epoch"):
-            size += 1
-            sums = {name: found[-1].get(name, 0) + row[name] for name in ADDED if name in row}
-            found[-1] = {**found[-1], **row, **sums}
+        if joined and num_joined < max_joined and joined[-1].get("epoch") == row.get("epoch"):
+            num_joined += 1
+            sums = {name: joined[-1].get(name, 0) + row[name] for name in SUMMED if name in row}
+            joined[-1] = {**joined[-1], **row, **sums}
         else:
-            found.append(row)
-            size = 0
-    return found
+            joined.append(row)
+            num_joined = 0
+    return joined

@@ -86,9 +86,9 @@ PAGE = (
 
 ONE_RUN = """
 {%- set after = (" after epoch " ~ epoch, "（第 " ~ epoch ~ " 个 epoch 之后）") if epoch else ("", "") %}
-<h1><bdi>{{ left.name }}</bdi></h1>
+<h1><bdi>{{ run.name }}</bdi></h1>
 <p class="outcome" id="outcome">{{ result(outcome) }}</p>
-{% if left.start.synthetic %}<p class="warning">{{ t("The images are synthetic: the accuracy means nothing.", "图像是合成的：准确率没有意义。") }}</p>{% endif %}
+{% if run.start.synthetic %}<p class="warning">{{ t("The images are synthetic: the accuracy means nothing.", "图像是合成的：准确率没有意义。") }}</p>{% endif %}
 
 <section id="curves"><h2>{{ t("Loss, metrics and learning rate over the samples seen", "损失、指标和学习率（横轴：已训练的样本数）") }}</h2>
 <p class="soft">{{ key(marks.best[0], "best epoch", "最佳 epoch") }}{{ key(marks.restart[0], "restart", "重新启动") }}{{ key(marks.nodes[0], "nodes came or went", "节点加入或离开") }}</p>

@@ -29,7 +29,7 @@ from common.run.unsaved import Unsaved
 from common.secrets import HIDDEN, is_secret, mask
 
 LAUNCHER = "ANYRANK_LAUNCHER"  # the command of `python -m launch`, which sets it if it has started all nodes
-OF_THE_PLATFORM = {"init_method", "rank", "world_size", "local_rank"}  # options that a platform adds on each node
+PLATFORM_OPTIONS = {"init_method", "rank", "world_size", "local_rank"}  # options that a platform adds on each node
 
 
 class RunState(Protocol):
@@ -48,6 +48,7 @@ class RunState(Protocol):
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of this project, Python, torch and numpy."""
     return {"anyrank": VERSION, "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
 
 
@@ -62,21 +63,22 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {"device": devices.describe(device), "cpu": cpu, "cores": cores.count(), "memory_gib": round(memory / 2**30)}
 
 
-def restart_command(args: argparse.Namespace, words: list[str], without: Collection[str] = ()) -> str:
-    """Return the command to start this run again, with secrets hidden, without the platform's options and `without`."""
+def restart_command(args: argparse.Namespace, words: list[str], omit: Collection[str] = ()) -> str:
+    """Return the command to start this run again, without secrets, the platform's options and `omit`."""
     if progress.in_notebook():
         return "run the cell again"
     launcher = shlex.split(os.environ.get(LAUNCHER, ""))
     kept = []
-    taken = iter(launcher or words)
-    for word in taken:
+    remaining_words = iter(launcher or words)
+    for word in remaining_words:
         name, equals, _ = word.partition("=")
-        plain = name.lstrip("-").replace("-", "_")
-        if name.startswith("-") and plain in {*OF_THE_PLATFORM, *without}:
-            None if equals else next(taken, None)
-        elif name.startswith("-") and is_secret(plain):
-            kept.append(f"{name}={HIDDEN}")
-            None if equals else next(taken, None)
+        option = name.lstrip("-").replace("-", "_")
+        is_left_out = option in {*PLATFORM_OPTIONS, *omit}
+        if name.startswith("-") and (is_left_out or is_secret(option)):
+            if not is_left_out:
+                kept.append(f"{name}={HIDDEN}")
+            if not equals:
+                next(remaining_words, None)  # its value
         else:
             kept.append(mask(word))
     if launcher:
@@ -92,12 +94,13 @@ def export_command(folder: str) -> Optional[str]:
     root = Path(__file__).resolve().parents[2]
     if not (root / "launch").is_dir():
         return None
-    form = "torch" if devices.TORCH >= (2, 6) else "onnx"
+    export_format = "torch" if devices.TORCH >= (2, 6) else "onnx"
     if not (root / "pyproject.toml").exists():  # installed by pip
-        return shlex.join(["anyrank", "export", folder, "--format", form])
-    here = os.getcwd() == str(root)
-    words = ["python", "-m", "launch", "export", folder if here else os.path.abspath(folder), "--format", form]
-    return ("" if here else f"cd {shlex.quote(str(root))} && ") + shlex.join(words)
+        return shlex.join(["anyrank", "export", folder, "--format", export_format])
+    if os.getcwd() == str(root):
+        return shlex.join(["python", "-m", "launch", "export", folder, "--format", export_format])
+    words = ["python", "-m", "launch", "export", os.path.abspath(folder), "--format", export_format]
+    return f"cd {shlex.quote(str(root))} && {shlex.join(words)}"
 
 
 def manifest_of(run: RunState) -> dict[str, Any]:
@@ -131,16 +134,17 @@ def _short(value: object) -> object:
 
 
 def facts_of_this_start(run: RunState, goes_on_from: Optional[str]) -> dict[str, Any]:
+    """Return what the journal records of this start. `goes_on_from`: the restored checkpoint, if any."""
     args = run.args
-    at = run.position
-    changed = {name: default for name, default in args.changed.items() if name not in OF_THE_PLATFORM}
+    position = run.position
+    changed = {name: default for name, default in args.changed.items() if name not in PLATFORM_OPTIONS}
     shown = {name: HIDDEN if is_secret(name) else mask(_short(vars(args)[name])) for name in changed}
     return {
         "run": run.saving.id,
         "goes_on_from": goes_on_from,
         "branched": bool(goes_on_from) and args.resume not in ("auto", "never"),  # gone on from the --resume PATH of this start
-        **at.row(at.epoch),
-        "consumed": at.consumed,
+        **position.row(position.epoch),
+        "consumed": position.consumed,
         "epochs": args.epochs,
         "samples_per_epoch": run.sampler.samples_per_epoch,
         "best_by": run.results.best_by,

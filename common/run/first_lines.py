@@ -26,29 +26,35 @@ CHANGEABLE = [
     "lr_batch", "freeze_epochs", "sync_bn",
 ]  # fmt: skip
 
-COMPILE = (
+COMPILE_ADVICE = (
     "advice: --compile true is faster on a GPU, after first steps that take a minute: on an H100, ResNet-50 in bfloat16 had "
     "1.44 times the images a second"
 )
 
 
-def changes(then: dict, now: dict) -> list[str]:
+def changes(saved_options: dict, current_options: dict) -> list[str]:
     """Return ["lr 0.1 -> 0.2", ...] for the options of CHANGEABLE that changed since the checkpoint."""
     return [
-        f"{name} {then[name]} -> {now[name]}" for name in CHANGEABLE if name in then and name in now and then[name] != now[name]
+        f"{name} {saved_options[name]} -> {current_options[name]}"
+        for name in CHANGEABLE
+        if name in saved_options and name in current_options and saved_options[name] != current_options[name]
     ]
 
 
-def _not_gone_on_from(args: argparse.Namespace, found: object) -> Iterator[str]:
-    """Yield a warning for each .pt file without a manifest, and one if there are weights but no checkpoint was `found`."""
+def _unused_file_warnings(args: argparse.Namespace, checkpoint: object) -> Iterator[str]:
+    """Yield warnings: of .pt files without a manifest, and of weights without a checkpoint."""
     files = run_folder.sorted_names(args.checkpoint_dir)
     weights = run_folder.sorted_names(args.output_dir)
     for name in files:
-        its = names.parse(name)
-        if its and its.ending == "pt" and (manifest := names.of_checkpoint(its.samples, "json", its.start)) not in files:
+        parsed = names.parse(name)
+        if (
+            parsed
+            and parsed.ending == "pt"
+            and (manifest := names.of_checkpoint(parsed.samples, "json", parsed.start)) not in files
+        ):
             yield f"warning: {name} in {args.checkpoint_dir} has no manifest ({manifest}), so it is no checkpoint"
     weights = [name for name in weights if name.endswith(".pth") and names.epoch_of(name) is not None]
-    if weights and not found:
+    if weights and not checkpoint:
         shown = ", ".join(weights[:3])
         yield f"warning: {args.output_dir} has weights ({shown}) but no checkpoint: the run begins at its first step"
 
@@ -61,7 +67,9 @@ def _course(run: RunState) -> str:
     classes = f" of {count(len(run.saving.classes), 'class', 'classes')}" if run.saving.classes else ""
     source = f", from {args.data_url or args.input_dir}"
     if args.input.synthetic:
-        source = ", made up" + (" (--custom_data true)" if args.custom_data else "")
+        source = ", made up"
+        if args.custom_data:
+            source += " (--custom_data true)"
     elif not args.data_url and args.input == arguments.Input():  # a job that creates its own data
         source = ""
     samples = f"{sampler.num_samples} training samples{classes}{source}"
@@ -70,70 +78,70 @@ def _course(run: RunState) -> str:
     )
 
 
-def _other_samples(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+def _changed_data_warning(saved_digests: Mapping[str, str], current_digests: Mapping[str, str]) -> Iterator[str]:
     """Yield a warning if a digest of the data set differs from that in the checkpoint."""
-    if any(before[what] != now[what] for what in before.keys() & now.keys()):
+    if any(saved_digests[name] != current_digests[name] for name in saved_digests.keys() & current_digests.keys()):
         yield (
             "warning: these are not the samples that the run was trained on before, though as many: it goes on with them; give "
             "--data_url with those of before to go on with them, or --resume never --overwrite true to begin anew"
         )
 
 
-def _of_earlier_run(run: RunState, found: Checkpoint) -> Iterator[str]:
-    """Yield where the run goes on, and what differs from before."""
+def _resumed_run_lines(run: RunState, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the lines of a run that goes on: from where, and what differs from the start before."""
     args = run.args
-    _, about, path = found
-    changed = changes(about["arguments"], vars(args))
-    named = {text.split()[0] for text in changed}
-    changed += [f"{name} {how}" for name, how in run.parts.changed.items() if name.split()[0] not in named]
+    _, manifest, path = checkpoint
+    changed = changes(manifest["arguments"], vars(args))
+    named_options = {text.split()[0] for text in changed}
+    changed += [f"{name} {change}" for name, change in run.parts.changed.items() if name.split()[0] not in named_options]
     if changed:
         yield f"warning: going on with other settings than before: {', '.join(changed)}"
     within = f"epoch {run.position.epoch + 1}, after {run.position.consumed} of its samples"
     place = within if run.position.epoch < args.epochs else f"all {run.position.epoch} epochs are done"
     yield f"going on from {path}: {place}, step {run.position.total_steps}"
-    yield from _other_samples(about.get("data_digests", {}), run.saving.data_digests)
+    yield from _changed_data_warning(manifest.get("data_digests", {}), run.saving.data_digests)
     yield _course(run)
     factor = arguments.growth(args, run.sampler.global_batch)
     if not has_process_group() and factor != 1:
         yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
 
 
-def of_run(run: RunState, found: Optional[Checkpoint], attempt: Optional[Attempt]) -> Iterator[str]:
-    """Yield the first lines of the log. `found`: the checkpoint that was restored; `attempt`: in which steps starts died."""
+def of_run(run: RunState, checkpoint: Optional[Checkpoint], attempt: Optional[Attempt]) -> Iterator[str]:
+    """Yield the first lines of the log. `checkpoint`: the restored one; `attempt`: of earlier starts."""
     args = run.args
-    here = run.args.world
+    world = run.args.world
     global_batch = run.sampler.global_batch
     yield (
         f"{args.job}: anyrank {VERSION}, {devices.describe(run.device)}, rank {run.peers.rank} of {run.peers.size}, "
-        f"platform {here.platform} ({here.rule}), torch {torch.__version__}, global batch {global_batch}"
+        f"platform {world.platform} ({world.rule}), torch {torch.__version__}, global batch {global_batch}"
     )
-    if found:
-        yield from _of_earlier_run(run, found)
+    if checkpoint:
+        yield from _resumed_run_lines(run, checkpoint)
     else:
         yield f"a new run: {_course(run)}"
-    yield from _not_gone_on_from(args, found)
-    again = os.environ.get("MA_SCHEDULE_CNT", "")
-    if not found and again.isdigit() and int(again) > 1:
+    yield from _unused_file_warnings(args, checkpoint)
+    start_number = os.environ.get("MA_SCHEDULE_CNT", "")
+    if not checkpoint and start_number.isdigit() and int(start_number) > 1:
         yield (
-            f"warning: this is start {again} of the job, and its output folder has no checkpoint: for ModelArts to bring it "
-            "back, Predownload of the Output has to be Yes"
+            f"warning: this is start {start_number} of the job, and its output folder has no checkpoint: for ModelArts to "
+            "bring it back, Predownload of the Output has to be Yes"
         )
-    if why := folders.not_kept(args, os.environ):
-        yield f"warning: {why}; declare an output there, or everything is lost with this container"
+    if reason := folders.loss_reason(args, os.environ):
+        yield f"warning: {reason}; declare an output there, or everything is lost with this container"
     gpus = devices.count() if devices.is_accelerator(run.device) else 0
     if run.peers.size == 1 and gpus > 1 and not run.parts.uses_all_gpus:
         yield f"warning: {gpus - 1} of {gpus} {devices.noun()}s are idle: train_ddp.py uses all of them"
-    if not found and _may_be_compiled(run):
-        yield COMPILE
+    if not checkpoint and _may_be_compiled(run):
+        yield COMPILE_ADVICE
     if args.input.synthetic:
         yield "warning: the images are synthetic: the accuracy means nothing"
     if not any(weight.requires_grad for weight in run.parts.network.parameters()):
         yield "warning: no weight of the network requires a gradient: nothing is trained"
     groups = [group for optimizer in run.parts.optimizers().values() for group in optimizer.param_groups]
-    schedules = [*run.parts.schedules(), *filter(is_schedule, run.unsaved.meant)]
+    schedules = [*run.parts.schedules(), *filter(is_schedule, run.unsaved.ignored)]
     if any("initial_lr" in group for group in groups) and not schedules:
         yield "warning: the schedule of the learning rate is not saved: give it to Run, too: scheduler=scheduler"
-    yield from _left_out(run, goes_on=bool(found))
+    yield from _left_out_samples(run, is_resumed=bool(checkpoint))
     if attempt and attempt.died_twice_in:  # (epoch, samples before it) of the step in which the last two starts died
         epoch, consumed = attempt.died_twice_in
         place = f"in epoch {epoch + 1} after {consumed} samples"
@@ -144,25 +152,31 @@ def of_run(run: RunState, found: Optional[Checkpoint], attempt: Optional[Attempt
             "the start before this one did not end as it should: if its log has no error: line, it was killed, mostly for want "
             "of memory: lower --workers or --batch_size"
         )
-    if found:
+    if checkpoint:
         yield from _time_left(run)
 
 
 def _may_be_compiled(run: RunState) -> bool:
-    is_not_asked_for = (
-        vars(run.args).get("compile") is False and not run.parts.uses_all_gpus
-    )  # DataParallel's networks cannot be
-    return is_not_asked_for and devices.is_nvidia(run.device) and devices.can_compile(run.device)
+    """Whether --compile true would work and is not given."""
+    # DataParallel's networks cannot be compiled.
+    if vars(run.args).get("compile") is not False or run.parts.uses_all_gpus:
+        return False
+    return devices.is_nvidia(run.device) and devices.can_compile(run.device)
 
 
-def _left_out(run: RunState, goes_on: bool) -> Iterator[str]:
-    """Yield a line if samples do not fill a global batch, for a new run with a batch that leaves none."""
+def _left_out_samples(run: RunState, is_resumed: bool) -> Iterator[str]:
+    """Yield a line if samples do not fill a global batch; to a new run it advises another batch."""
     samples = run.sampler.num_samples
-    size = run.sampler.global_batch
-    if samples % size:
+    global_batch = run.sampler.global_batch
+    if samples % global_batch:
         parts_of_a_step = max(run.peers.size, getattr(run.sampler, "shares", 1))
-        advice = "" if goes_on else _advice_on_batch(samples, size, parts_of_a_step, vars(run.args).get("batch_size"))
-        yield f"{samples % size} of {samples} samples, others each epoch, do not fill a global batch and are left out{advice}"
+        advice = ""
+        if not is_resumed:
+            advice = _advice_on_batch(samples, global_batch, parts_of_a_step, vars(run.args).get("batch_size"))
+        yield (
+            f"{samples % global_batch} of {samples} samples, others each epoch, do not fill a global batch and are left "
+            f"out{advice}"
+        )
 
 
 def _advice_on_batch(samples: int, global_batch: int, parts: int, batch_size: Optional[int]) -> str:
@@ -181,10 +195,11 @@ def _advice_on_batch(samples: int, global_batch: int, parts: int, batch_size: Op
 
 
 def _time_left(run: RunState) -> Iterator[str]:
-    from common.run.observers.journal import rate_before
+    """Yield a line with the time left at the speed of earlier starts, if that is known."""
+    from common.run.observers.journal import earlier_rate
 
-    rate = rate_before(run.args.output_dir)
+    rate = earlier_rate(run.args.output_dir)
     samples = run.plan.samples_left(run.position)
     if rate and samples > 0:
-        left = datetime.timedelta(seconds=int(samples / rate))
-        yield f"about {left} left at the {rate:.0f} samples a second of the last start"
+        remaining = datetime.timedelta(seconds=int(samples / rate))
+        yield f"about {remaining} left at the {rate:.0f} samples a second of the last start"

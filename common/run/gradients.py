@@ -36,11 +36,10 @@ class Gradients:
         self._steps_waited = 0
         self._fewest = float("inf")  # elements of accumulated gradients after any step, since this was set anew
         self._stepped_meanwhile: set[str] = set()  # optimizers that have stepped since that was set anew
-        self._of_other_ranks: list[Saved] = []  # on rank 0, if they are not the same as its own
+        self._gradients_of_other_ranks: list[Saved] = []  # on rank 0, if they are not the same as its own
         self._is_collected = False  # whether the line above is up to date
-        self._waited_after_resumed = (
-            False  # whether gradients waited for an update after an epoch that was resumed in its middle
-        )
+        # Whether gradients waited for an update after an epoch that was resumed in its middle.
+        self._waited_after_resumed = False
         self._whole_epochs_in_a_row = 0  # after which none waited
         for name, optimizer in optimizers.items():
             optimizer.register_step_post_hook(functools.partial(self._after_step_of, name))
@@ -52,6 +51,7 @@ class Gradients:
         self._discarded.observe()
 
     def begin_step(self) -> None:
+        """Choose the gradients to watch in this step, before it begins."""
         self._stepped.clear()
         self._discarded.begin_step(self._accumulated_weights())
 
@@ -79,14 +79,14 @@ class Gradients:
     def _versions_of(self, name: str) -> list[tuple[Any, int]]:
         """Return references to an optimizer's gradients, and their versions, which differ later if it has got new ones."""
         gradients = [weight.grad for weight in weights_of(self._optimizers[name])]
-        return [(Same(gradient), gradient._version) for gradient in gradients if gradient is not None]
+        return [(IdentityRef(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
     def _accumulated_weights(self) -> set[torch.Tensor]:
         return {
             weight for name in self._accumulating for weight in weights_of(self._optimizers[name]) if weight.grad is not None
         }
 
-    def update_wait(self) -> bool:
+    def should_wait(self) -> bool:
         """Return whether a save or a stop should wait for a later step, after which fewer gradients are accumulated. Called
         once after each step."""
         if not self._accumulating <= self._expected_to_step:
@@ -107,14 +107,18 @@ class Gradients:
             return False
         return True
 
-    def note_end_of_epoch(self, is_whole: bool) -> bool:
-        """Note whether gradients wait for an update now. Return True once if they did after an epoch that this start resumed in
-        its middle, and not after the next two: the script counts batches from where it resumes. `is_whole`: this start has seen
-        all of the epoch."""
-        waits = bool(self._accumulated_weights())
-        if not is_whole:
-            self._waited_after_resumed = waits
-        self._whole_epochs_in_a_row = self._whole_epochs_in_a_row + 1 if is_whole and not waits else 0
+    def note_end_of_epoch(self, is_fully_seen: bool) -> bool:
+        """Return True once if gradients waited for an update after an epoch that was resumed in its middle,
+        but not after the next two: then the script counts batches from where it resumes.
+
+        `is_fully_seen`: this start has taken all steps of the epoch."""
+        is_waiting = bool(self._accumulated_weights())
+        if not is_fully_seen:
+            self._waited_after_resumed = is_waiting
+        if is_fully_seen and not is_waiting:
+            self._whole_epochs_in_a_row += 1
+        else:
+            self._whole_epochs_in_a_row = 0
         return self._waited_after_resumed and self._whole_epochs_in_a_row == 2
 
     # --- What a checkpoint holds ---
@@ -125,18 +129,19 @@ class Gradients:
         if not self._is_collected and collectives.rank_and_size()[1] > 1:
             from common.ranks import differing
 
-            self._of_other_ranks = differing.gather_differing(self._to_save())
+            self._gradients_of_other_ranks = differing.gather_differing(self._to_save())
         self._is_collected = True
 
     def invalidate_collected(self) -> None:
-        self._of_other_ranks = []
+        """Let the next collect() bring the other ranks' gradients again."""
+        self._gradients_of_other_ranks = []
         self._is_collected = False
 
     def _to_save(self) -> Saved:
         """Return the gradients that are accumulated or that the loop is not known to discard."""
         accumulated = self._accumulated_weights()
         return {
-            name: plain(weight.grad)
+            name: to_storable(weight.grad)
             for name, weight in self._weights.items()
             if weight.grad is not None and (weight in accumulated or name not in self._discarded.names)
         }
@@ -144,7 +149,7 @@ class Gradients:
     def state_dict(self) -> dict[str, Any]:
         return {
             "gradients": self._to_save(),
-            "gradients_of_other_ranks": self._of_other_ranks,
+            "gradients_of_other_ranks": self._gradients_of_other_ranks,
             "gradients_accumulating": sorted(self._accumulating),
             "gradients_kept": sorted(self._weights.keys() - self._discarded.names),
         }
@@ -152,7 +157,7 @@ class Gradients:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         gradients = of_this_rank([state.get("gradients", {}), *state.get("gradients_of_other_ranks", [])])
         for name, weight in self._weights.items():
-            weight.grad = gradient_of(gradients[name], weight.device) if name in gradients else None
+            weight.grad = from_storable(gradients[name], weight.device) if name in gradients else None
         accumulating = state.get("gradients_accumulating", self._optimizers if gradients else ())  # 0.3.0 did not save it
         self._accumulating = self._optimizers.keys() & set(accumulating)
         self._discarded.names = self._weights.keys() - set(state.get("gradients_kept", self._weights))
@@ -172,9 +177,10 @@ class Discarded:
         self._got_gradient: set[str] = set()  # weights that have got a gradient in this step
         self._unused: set[str] = set()  # weights with a gradient of an earlier step that this step has not used so far
         for optimizer in optimizers.values():
-            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_pre_hook(self._before_optimizer_step)
 
     def observe(self) -> None:
+        """Add hooks to the weights whose gradients have not been seen often enough."""
         for name, weight in self._weights.items():
             if weight.requires_grad and self._uses_left[name] and name not in self._hooks:
                 self._hooks[name] = weight.register_hook(functools.partial(self._before_gradient, name))
@@ -185,7 +191,7 @@ class Discarded:
         if name in self._unused:
             self._note_use(name)
 
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+    def _before_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
         """Hook, called before an optimizer steps, which uses the old gradients of weights that have got no new ones, unless
         it has a closure that discards them."""
         if self._unused:
@@ -222,45 +228,47 @@ class Discarded:
         self._got_gradient.clear()
 
 
-class Same(weakref.ref):
+class IdentityRef(weakref.ref):
     """A weak reference, equal to another one only while both refer to the same object: equal tensors are not the same."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self() is not None and self() is other()
+        return isinstance(other, IdentityRef) and self() is not None and self() is other()
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def weights_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the weights in the parameter groups of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def plain(gradient: torch.Tensor) -> Any:
+def to_storable(gradient: torch.Tensor) -> Any:
     """Return a gradient as a checkpoint can hold it."""
     if not gradient.is_sparse:
         return gradient
     return {"indices": gradient._indices(), "values": gradient._values(), "size": list(gradient.shape)}
 
 
-def gradient_of(saved: Any, device: torch.device) -> torch.Tensor:
-    """Return the gradient of which plain() has made `saved`, as a copy, since the checkpoint may be loaded once more."""
+def from_storable(saved: Any, device: torch.device) -> torch.Tensor:
+    """Return a copy of a gradient that to_storable() made; a copy, as the checkpoint may be loaded again."""
     if isinstance(saved, torch.Tensor):
         return saved.to(device, copy=True)
     indices, values = (saved[part].to(device, copy=True) for part in ("indices", "values"))
     return torch.sparse_coo_tensor(indices, values, saved["size"])
 
 
-def of_this_rank(of_ranks: Sequence[Saved]) -> Saved:
-    """Return this rank's gradients. `of_ranks`: those of all ranks of the start before, or of rank 0 alone if all are the same.
-    If there are more or fewer ranks now, each gets the mean, as DistributedDataParallel takes the mean, too."""
+def of_this_rank(per_rank: Sequence[Saved]) -> Saved:
+    """Return this rank's gradients. `per_rank`: the saved ones, or a single entry if all are the same.
+
+    If the number of ranks has changed, each gets the mean, which DistributedDataParallel takes, too."""
     rank, size = collectives.rank_and_size()
-    if len(of_ranks) == 1:
-        return of_ranks[0]
-    if len(of_ranks) == size:
-        return of_ranks[rank]
+    if len(per_rank) == 1:
+        return per_rank[0]
+    if len(per_rank) == size:
+        return per_rank[rank]
     means: Saved = {}
-    for name in {name for gradients in of_ranks for name in gradients}:
-        there = [gradient_of(gradients[name], torch.device("cpu")) for gradients in of_ranks if name in gradients]
-        means[name] = plain(sum(there[1:], start=there[0]) / len(of_ranks))
+    for name in {name for gradients in per_rank for name in gradients}:
+        present = [from_storable(gradients[name], torch.device("cpu")) for gradients in per_rank if name in gradients]
+        means[name] = to_storable(sum(present[1:], start=present[0]) / len(per_rank))
     return means

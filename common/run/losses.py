@@ -14,26 +14,27 @@ from common.ranks.collectives import reduce
 LossOfStep = tuple[int, torch.Tensor, torch.Tensor]  # the step, its loss, the ids of its samples
 
 
-class Unchecked:
-    """Losses that nobody has looked at. Making one asks the device whether they are finite; check() may wait for the answer."""
+class UncheckedLosses:
+    """Losses that are not checked yet. The device begins to check them; check() waits for its answer."""
 
     def __init__(self, losses: list[LossOfStep], device: torch.device):
         self.losses = losses  # none once all are known to be finite
-        self._are_finite = devices.LateNumber(device)
+        self._are_finite = devices.AsyncScalar(device)
         if losses:
-            self._are_finite.ask(_are_finite(losses).all())
+            self._are_finite.start_copy(_are_finite(losses).all())
 
     def check(self, lr: float, last_good: Callable[[], str]) -> None:
         """Raise TrainingFailed if a loss is not finite. `lr`: the option; `last_good()`: what to go on from."""
-        bad = self.first_bad()
-        if bad:
-            step, loss, ids = bad
+        first_bad = self.first_bad()
+        if first_bad:
+            step, loss, ids = first_bad
             where = f"at step {step}, sample ids {ids.tolist()}"
-            try_this = f"lower --lr, which was {lr:g}, or look at these samples"
-            raise TrainingFailed(f"the loss is {loss.item()} {where}; {try_this}; {last_good()}")
+            advice = f"lower --lr, which was {lr:g}, or look at these samples"
+            raise TrainingFailed(f"the loss is {loss.item()} {where}; {advice}; {last_good()}")
         self.losses = []
 
     def first_bad(self) -> Optional[LossOfStep]:
+        """Return the first loss that is not finite, or None. It may wait for the device."""
         losses = self.losses  # which another thread may set meanwhile
         if not losses or self._are_finite.read() == 1:
             return None
@@ -52,41 +53,43 @@ class Losses:
         self._world_size = world_size
         self._sum = torch.zeros((), dtype=devices.widest(device), device=device)
         self._count = 0
-        self._shared = True
+        self._is_reduced = True
         self._unchecked: list[LossOfStep] = []
-        self._given_away: list[Unchecked] = []  # that another thread looks at
+        self._handed_over: list[UncheckedLosses] = []  # that another thread looks at
 
     def add(self, loss: torch.Tensor, step: int, ids: torch.Tensor) -> None:
+        """Add this rank's loss of a step. `ids`: of its samples, to name them if the loss is not finite."""
         self._sum += loss
         self._count += self._world_size  # one loss of each rank, also when a restart changes the number of ranks
-        self._shared = False
+        self._is_reduced = False
         self._unchecked.append((step, loss, ids))
 
     def check(self, lr: float, last_good: Callable[[], str]) -> None:
         """Raise TrainingFailed if a loss since the last call is not finite. It is called seldom, as it waits for the GPU."""
-        all_unchecked = [*self._given_away, self._take()]
-        self._given_away = []
+        all_unchecked = [*self._handed_over, self._take()]
+        self._handed_over = []
         for unchecked in all_unchecked:
             unchecked.check(lr, last_good)
 
-    def give_away(self) -> Unchecked:
-        """Return the losses since the last call, for another thread to look at. Until it has, the next check() does, too, so
-        that an error names the first bad step, whoever finds it."""
-        self._given_away = [unchecked for unchecked in self._given_away if unchecked.losses]
-        self._given_away.append(self._take())
-        return self._given_away[-1]
+    def hand_over(self) -> UncheckedLosses:
+        """Return the losses since the last call, for another thread to check.
 
-    def _take(self) -> Unchecked:
-        taken = self._unchecked
+        Until it has, check() includes them, so that an error always names the first bad step."""
+        self._handed_over = [unchecked for unchecked in self._handed_over if unchecked.losses]
+        self._handed_over.append(self._take())
+        return self._handed_over[-1]
+
+    def _take(self) -> UncheckedLosses:
+        losses = self._unchecked
         self._unchecked = []
-        return Unchecked(taken, self._device)
+        return UncheckedLosses(losses, self._device)
 
     def all_reduce(self) -> None:
         """Add up all ranks' sums on rank 0, unless no loss was added since the last call; the other ranks' sums become 0."""
-        if self._world_size > 1 and not self._shared:
+        if self._world_size > 1 and not self._is_reduced:
             (total,) = reduce([self._sum.item()], "SUM")
             self._sum.fill_(total if self._rank == 0 else 0.0)
-        self._shared = True
+        self._is_reduced = True
 
     def close_epoch(self) -> float:
         """Return the mean loss of the epoch, and begin the next epoch. Call all_reduce() first; only rank 0's mean is right."""
@@ -114,13 +117,14 @@ class Scaler(devices.grad_scaler()):
 
     def update(self, new_scale: Optional[Union[float, torch.Tensor]] = None) -> None:
         states = self._per_optimizer_states.values() if self.is_enabled() else []
-        overflowed = [number for state in states for number in state["found_inf_per_device"].values()]
-        if overflowed:  # 1.0 where a gradient of that device was not a number
-            first = overflowed[0].detach().clone()
-            self._skipped = first if self._skipped is None else self._skipped.add_(first)
+        overflows = [found_inf for state in states for found_inf in state["found_inf_per_device"].values()]
+        if overflows:  # 1.0 where a gradient of that device was not a number
+            overflow = overflows[0].detach().clone()
+            self._skipped = overflow if self._skipped is None else self._skipped.add_(overflow)
         super().update(new_scale)
 
     def skipped(self) -> int:
+        """Return the number of skipped steps. It waits for the device."""
         return 0 if self._skipped is None else int(self._skipped.item())
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,63 +18,62 @@ EXCHANGE_SECONDS = 0.5
 MOST_STEPS = 1000  # between two exchanges
 
 
-class Wanted(NamedTuple):
-    """What is wanted after a step, in numbers, of which the ranks take the maximum."""
+class Requests(NamedTuple):
+    """What a rank asks for after a step, in numbers, of which the ranks take the maximum."""
 
     stop_signal: float = 0  # the signal to stop on; 0: none
     hours_are_over: float = 0  # whether --max_hours is over
     save: float = 0  # whether a save is due
 
 
-NOTHING = Wanted()
+NO_REQUESTS = Requests()
 
 
 class Agreement:
-    """Owns when the ranks have last saved and exchanged what they want, and after how many steps they exchange it next."""
+    """Decides after which steps the ranks exchange their requests: about every EXCHANGE_SECONDS."""
 
     def __init__(self, max_hours: Optional[float], save_seconds: float):
         self._max_hours = max_hours
         self._save_seconds = save_seconds
-        self._born = time.monotonic()
-        self._saved = self._born
+        self._began_at = time.monotonic()
+        self._saved_at = self._began_at
         self.begin()
 
     def begin(self) -> None:
-        """Let the next exchange() involve all ranks. All call this after a restore and after each change of the ranks."""
-        self._exchanged = time.monotonic()
-        self._steps_between = 1
+        """Exchange after the next step. All ranks call it after a restore, and after ranks have changed."""
+        self._exchanged_at = time.monotonic()
+        self._interval_steps = 1
         self._steps_left = 1
-        self.wanted = NOTHING  # by any rank, as the last exchange() has found it
+        self.requests = NO_REQUESTS  # by any rank, as the last exchange() has found it
 
     def note_save(self) -> None:
-        self._saved = time.monotonic()
+        self._saved_at = time.monotonic()
 
     def exchange(self, maximum: Optional[Callable[[list[float]], list[float]]]) -> None:
-        """Set `wanted`, in each step. Several ranks use `maximum`, a reduction, about twice a second, and want nothing in
-        between."""
+        """Set `requests` after a step; several ranks have none between two exchanges, by `maximum`."""
         now = time.monotonic()
-        hours_are_over = self._max_hours is not None and now - self._born >= self._max_hours * 3600
-        own = Wanted(int(STOPS.noted), int(hours_are_over), int(now - self._saved >= self._save_seconds))
+        hours_are_over = self._max_hours is not None and now - self._began_at >= self._max_hours * 3600
+        own_requests = Requests(int(STOPS.noted), int(hours_are_over), int(now - self._saved_at >= self._save_seconds))
         if maximum is None:
-            self.wanted = own
+            self.requests = own_requests
             return
-        self.wanted = NOTHING
+        self.requests = NO_REQUESTS
         self._steps_left -= 1
         if self._steps_left > 0:
             return
-        step_seconds = (now - self._exchanged) / self._steps_between
-        *wanted, slowest_step = maximum([*own, step_seconds])
-        self.wanted = Wanted(*wanted)
-        self._exchanged = now
-        self._steps_between = max(1, min(MOST_STEPS, int(EXCHANGE_SECONDS / max(slowest_step, 1e-6))))
-        self._steps_left = self._steps_between
+        step_seconds = (now - self._exchanged_at) / self._interval_steps
+        *requests, slowest_step = maximum([*own_requests, step_seconds])
+        self.requests = Requests(*requests)
+        self._exchanged_at = now
+        self._interval_steps = max(1, min(MOST_STEPS, int(EXCHANGE_SECONDS / max(slowest_step, 1e-6))))
+        self._steps_left = self._interval_steps
 
 
 class Fixed:
     """The ranks of the process group, or this process alone, which never change; common/elastic/peers.py has ranks that do."""
 
     each_has_a_ledger = True
-    told_to_stop: Optional[Callable[[], int]] = None  # whether a stop signal is meant for the run; None: each one is
+    requested_signal: Optional[Callable[[], int]] = None  # whether a stop signal is meant for the run; None: each one is
 
     def __init__(self, args: argparse.Namespace):
         if not collectives.has_process_group():
@@ -85,18 +84,18 @@ class Fixed:
         self.agreement = Agreement(args.max_hours, args.save_seconds)
         self._order_is_fixed = False  # in which DistributedDataParallel adds the gradients
 
-    def find(self, look: Callable[[], Optional[restore.Checkpoint]], identity: dict) -> Optional[restore.Checkpoint]:
-        """Return rank 0's `look()`, a checkpoint or None, on all ranks. UserError if the ranks differ in `identity`."""
+    def find(self, find_on_rank_0: Callable[[], Optional[restore.Checkpoint]], identity: dict) -> Optional[restore.Checkpoint]:
+        """Return find_on_rank_0() of rank 0 on all ranks. UserError if the ranks differ in `identity`."""
         if self.size > 1:
             collectives.require_equal(identity)
-        return barrier.from_rank_0(look)
+        return barrier.from_rank_0(find_on_rank_0)
 
     def meet(self, run: object) -> None:
-        """Begin to exchange with the other ranks what is due. Called when the run has been restored."""
+        """Begin to exchange requests with the other ranks. Called when the run has been restored."""
         self.agreement.begin()
 
-    def before_first_step(self, say: Callable[[str], None]) -> None:
-        """Let DistributedDataParallel add the ranks' gradients in the order of every other start. All ranks call it."""
+    def fix_gradient_order(self, say: Callable[[str], None]) -> None:
+        """Make DistributedDataParallel add gradients in the same order in each start. All ranks call it."""
         if self.size > 1 and not self._order_is_fixed:
             from common.ranks import buckets
 
@@ -108,7 +107,7 @@ class Fixed:
         """Return whether `value` is true on all ranks, which all call this."""
         return bool(collectives.reduce([value], "MIN")[0]) if self.size > 1 else value
 
-    def form_again(self) -> None:
+    def regroup(self) -> None:
         """Do nothing, as these ranks never change. In an elastic job, form the group again after ranks have changed."""
 
     def samples_of_step(self, ids: torch.Tensor) -> torch.Tensor:
@@ -116,13 +115,14 @@ class Fixed:
         return ids
 
     def note_step(self) -> None:
-        """Do nothing. Called after each step that counts; an elastic job reports changes of its nodes then."""
+        """Do nothing. Called after each step that counts. An elastic job reports lost and new nodes here."""
 
-    def agree_after_step(self) -> Wanted:
+    def agree_after_step(self) -> Requests:
         """Return what any rank wants after a step, alike on every rank."""
-        maximum = (lambda own: collectives.reduce(own, "MAX")) if self.size > 1 else None
+        maximum = (lambda values: collectives.reduce(values, "MAX")) if self.size > 1 else None
         self.agreement.exchange(maximum)
-        return self.agreement.wanted
+        return self.agreement.requests
 
     def together(self, work: Callable, *arguments: object) -> Any:
+        """Return work(*arguments). An elastic job repeats it if ranks change meanwhile."""
         return work(*arguments)

@@ -39,60 +39,66 @@ class Plan:
     resumed_at: Optional[Position] = None  # the position at which this start has resumed; None until Run.resume()
 
     @property
-    def began_at(self) -> Position:
+    def start_position(self) -> Position:
         """The position at which this start has resumed."""
         if self.resumed_at is None:
             raise RuntimeError("the run was asked for a step before run.resume(): call that first")
         return self.resumed_at
 
-    def limit(self, at: Position) -> Optional[str]:
+    def limit(self, position: Position) -> Optional[str]:
         """Return the option that ends the run at this position, or None if the run goes on."""
-        if at.epoch >= self.args.epochs:
+        if position.epoch >= self.args.epochs:
             return f"--epochs {self.args.epochs}"
-        if self.steps_used_up(at):
+        if self.steps_used_up(position):
             return f"--max_steps {self.args.max_steps}"
-        if self._epochs_used_up(at):
+        if self._epochs_used_up(position):
             return f"--run_epochs {self.args.run_epochs}"
-        if self.patience is not None and at.best is not None and at.epoch - at.best["epoch"] >= self.patience:
+        if self.patience is not None and position.best is not None and position.epoch - position.best["epoch"] >= self.patience:
             return "the present --early_stopping_patience"
         return None
 
-    def steps_used_up(self, at: Position) -> bool:
-        return self.args.max_steps is not None and at.total_steps >= self.args.max_steps
+    def steps_used_up(self, position: Position) -> bool:
+        """Whether --max_steps is used up."""
+        return self.args.max_steps is not None and position.total_steps >= self.args.max_steps
 
-    def _epochs_used_up(self, at: Position) -> bool:
-        return self.args.run_epochs is not None and at.epoch - self.began_at.epoch >= self.args.run_epochs
+    def _epochs_used_up(self, position: Position) -> bool:
+        return self.args.run_epochs is not None and position.epoch - self.start_position.epoch >= self.args.run_epochs
 
-    def cut_short(self, at: Position) -> bool:
+    def is_cut_short(self, position: Position) -> bool:
         """Whether --max_steps or --run_epochs is used up before all --epochs are done."""
-        return at.epoch < self.args.epochs and (self.steps_used_up(at) or self._epochs_used_up(at))
+        return position.epoch < self.args.epochs and (self.steps_used_up(position) or self._epochs_used_up(position))
 
-    def finished(self, at: Position) -> bool:
-        return bool(self.limit(at)) and not (self._epochs_used_up(at) and at.epoch < self.args.epochs)
+    def is_finished(self, position: Position) -> bool:
+        """Whether the run is done, so that another start with the same options has nothing to do."""
+        return bool(self.limit(position)) and not (self._epochs_used_up(position) and position.epoch < self.args.epochs)
 
-    def epoch_is_over(self, at: Position) -> bool:
-        return at.consumed >= self.sampler.samples_per_epoch
+    def epoch_is_over(self, position: Position) -> bool:
+        """Whether all steps of the current epoch are done."""
+        return position.consumed >= self.sampler.samples_per_epoch
 
-    def began_this_epoch(self, at: Position) -> bool:
+    def began_this_epoch(self, position: Position) -> bool:
         """Whether this start began the current epoch, and did not resume it in its middle."""
-        return at.epoch > self.began_at.epoch or not self.began_at.consumed
+        return position.epoch > self.start_position.epoch or not self.start_position.consumed
 
-    def progress(self, at: Position) -> float:
-        in_epoch = (at.consumed + self.sampler.global_batch / 2) / self.sampler.samples_per_epoch
-        return min(1.0, (at.epoch + in_epoch) / self.args.epochs)
+    def progress(self, position: Position) -> float:
+        """Return the fraction of all --epochs that is done in the middle of the next step; at most 1."""
+        in_epoch = (position.consumed + self.sampler.global_batch / 2) / self.sampler.samples_per_epoch
+        return min(1.0, (position.epoch + in_epoch) / self.args.epochs)
 
-    def samples_left(self, at: Position) -> int:
-        left = (self.args.epochs - at.epoch) * self.sampler.samples_per_epoch - at.consumed
+    def samples_left(self, position: Position) -> int:
+        """Return how many samples are still to be trained on, up to --epochs or --max_steps."""
+        remaining = (self.args.epochs - position.epoch) * self.sampler.samples_per_epoch - position.consumed
         if self.args.max_steps is None:
-            return left
-        return min(left, (self.args.max_steps - at.total_steps) * self.sampler.global_batch)
+            return remaining
+        return min(remaining, (self.args.max_steps - position.total_steps) * self.sampler.global_batch)
 
-    def evaluations_left(self, at: Position) -> int:
-        return -(-(at.consumed + self.samples_left(at)) // self.sampler.samples_per_epoch)
+    def evaluations_left(self, position: Position) -> int:
+        """Return how many evaluations are still to come: one for each epoch, also for one cut short."""
+        return -(-(position.consumed + self.samples_left(position)) // self.sampler.samples_per_epoch)
 
-    def step_of_the_epoch(self, at: Position) -> tuple[int, int]:
+    def step_of_the_epoch(self, position: Position) -> tuple[int, int]:
         """Return (steps done in the current epoch, steps of a whole epoch)."""
-        return at.consumed // self.sampler.global_batch, self.sampler.samples_per_epoch // self.sampler.global_batch
+        return position.consumed // self.sampler.global_batch, self.sampler.samples_per_epoch // self.sampler.global_batch
 
 
 class Results:
@@ -114,35 +120,43 @@ class Results:
             return None
         return f"warning: no epoch is the best so far: best_by is {self.best_by}, and end_epoch() gives {', '.join(metrics)}"
 
-    def close_epoch(self, at: Position, train_loss: float, metrics: Mapping[str, float]) -> Position:
-        """Add the row of an epoch whose last step ended at `at`; returns the position after the epoch."""
-        epoch = at.epoch + 1
+    def close_epoch(self, position: Position, train_loss: float, metrics: Mapping[str, float]) -> Position:
+        """Add a row for the epoch that ends at `position`; return the position after the epoch."""
+        epoch = position.epoch + 1
         score = metrics.get(self.best_by)
-        before = (at.best or {}).get(self.best_by)
-        self.history.append({**at.row(epoch), "train_loss": train_loss, **metrics})
+        best = (position.best or {}).get(self.best_by)
+        self.history.append({**position.row(epoch), "train_loss": train_loss, **metrics})
         if score is None or math.isnan(score):
-            return at.after_epoch(at.best)
-        if not (before is None or math.isnan(before) or (score < before if self.best_is == "lowest" else score > before)):
-            return at.after_epoch(at.best)
-        return at.after_epoch({"epoch": epoch, "samples_seen": at.samples_seen, self.best_by: score})
+            return position.after_epoch(position.best)
+        if best is None or math.isnan(best):
+            is_better = True
+        elif self.best_is == "lowest":
+            is_better = score < best
+        else:
+            is_better = score > best
+        if is_better:
+            return position.after_epoch({"epoch": epoch, "samples_seen": position.samples_seen, self.best_by: score})
+        return position.after_epoch(position.best)
 
-    def news(self, at: Position) -> str:
-        """Return the best epoch and the changes since the epoch before, to end a log line; empty without a best epoch."""
-        if at.best is None:
+    def comparison(self, position: Position) -> str:
+        """Return the best epoch and what changed since the last one, to end a log line; else ""."""
+        if position.best is None:
             return ""
         row = self.history[-1]
-        before = self.history[-2] if len(self.history) > 1 else {}
-        by = self.best_by
-        is_best = at.best["epoch"] == at.epoch
-        words = ["the best so far" if is_best else f"best {at.best[by]:.4f} in epoch {at.best['epoch']}"]
-        names = dict.fromkeys((by, "loss", "train_loss"))
-        words += [f"{name} {row[name] - before[name]:+.4f}" for name in names if name in row and name in before]
-        return f" ({', '.join(words)})"
+        previous = self.history[-2] if len(self.history) > 1 else {}
+        if position.best["epoch"] == position.epoch:
+            parts = ["the best so far"]
+        else:
+            parts = [f"best {position.best[self.best_by]:.4f} in epoch {position.best['epoch']}"]
+        for name in dict.fromkeys((self.best_by, "loss", "train_loss")):
+            if name in row and name in previous:
+                parts.append(f"{name} {row[name] - previous[name]:+.4f}")
+        return f" ({', '.join(parts)})"
 
-    def summary(self, at: Position, weights: Optional[str] = None) -> str:
-        """Return a sentence about the best epoch; empty if there is none. `weights`: the name of the file with its weights."""
-        if not at.best:
+    def summary(self, position: Position, weights_file: Optional[str] = None) -> str:
+        """Return a sentence about the best epoch; "" without one. `weights_file`: the name of its weights."""
+        if not position.best:
             return ""
-        which = "lowest" if self.best_is == "lowest" else "best"
-        file = f" ({weights})" if weights else ""
-        return f"{which} {self.best_by} {at.best[self.best_by]:.4f} in epoch {at.best['epoch']}{file}. "
+        adjective = "lowest" if self.best_is == "lowest" else "best"
+        file_note = f" ({weights_file})" if weights_file else ""
+        return f"{adjective} {self.best_by} {position.best[self.best_by]:.4f} in epoch {position.best['epoch']}{file_note}. "

@@ -53,12 +53,12 @@ if TYPE_CHECKING:
     from common.devices.largest_batch import BatchTrial
     from common.run.timing import Profile
 
-NOT_APPLIED = (
+NOT_APPLIED_WARNING = (
     "warning: the last gradients of the epoch that was resumed in its middle were not applied in it, unlike those of others, "
     "so the restart has changed the weights: ask run.updates(every=...) when to update them, and do not count batches"
 )
-END = object()  # in place of a batch, where there is none
-UNCHANGED = "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
+NO_BATCH = object()  # in place of a batch, where there is none
+UNCHANGED_WARNING = "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
 
 
 class TrainLoader(Protocol):
@@ -121,7 +121,7 @@ class Run:
         self.evidence = Evidence(args, self.say, self.saving.last_good)
         self.unsaved = Unsaved(lambda: [self.model, *self.parts.by_name.values()], unsaved, self.say)
         self._observers = Observers(args, self.device, self.side_files, self.peers.may_write and not self.trial)
-        self._ended_epoch_is_whole: Optional[bool] = None  # None: no ended epoch waits for its checkpoint
+        self._ended_epoch_is_complete: Optional[bool] = None  # None: no ended epoch waits for its checkpoint
 
     @property
     def model(self) -> torch.nn.Module:
@@ -129,6 +129,7 @@ class Run:
         return self.parts.network
 
     def say(self, text: str) -> None:
+        """Print a line of the log, on the rank that shows it."""
         self.side_files.say(text)
 
     def register(self, **saved: Any) -> None:
@@ -137,16 +138,20 @@ class Run:
 
     # --- Observers ---
 
-    def picture(self, name: str, pixels: torch.Tensor, **what: Any) -> None:
-        """If this rank writes, put `pixels`, uint8 (3, H, W), in examples/NAME.png and TensorBoard, `what` in the journal."""
-        self.tell(Observer.picture, name=name, pixels=pixels, what=what)
+    def picture(self, name: str, pixels: torch.Tensor, **details: Any) -> None:
+        """If this rank writes, put `pixels`, uint8 (3, H, W), in examples/NAME.png and TensorBoard.
 
-    def tell(self, moment: Callable[..., None], **more: Any) -> None:
-        self._observers.tell(
-            moment, Facts(self.position, self.plan, self.results, self.clock.read(), self.unit, self.due.evaluates), **more
-        )
+        `details` go into the journal."""
+        self.notify(Observer.picture, name=name, pixels=pixels, what=details)
+
+    def notify(self, moment: Callable[..., None], **details: Any) -> None:
+        """Call `moment`, a method of Observer, of each observer of this run, with these details."""
+        seconds = self.clock.read()
+        facts = Facts(self.position, self.plan, self.results, seconds, self.unit, self.due.is_evaluating)
+        self._observers.notify(moment, facts, **details)
 
     def enter(self, phase: str) -> None:
+        """Begin a phase of the clock and of the heartbeat."""
         self.clock.enter(phase, self.position.total_steps)
 
     # --- Where the run stands ---
@@ -172,18 +177,18 @@ class Run:
             raise RuntimeError(
                 "run.updates() is not for exact training, whose steps discard the gradients: give a larger batch"
             )
-        after = self.position.after_step(self.global_batch)
-        return after.consumed // self.global_batch % every == 0 or self.plan.epoch_is_over(after)
+        next_position = self.position.after_step(self.global_batch)
+        return next_position.consumed // self.global_batch % every == 0 or self.plan.epoch_is_over(next_position)
 
     @property
     def goes_on(self) -> bool:
         """Whether this start goes on with a run that had begun; also true in a trial, which skips what only a new run does."""
         self._require_resumed("run.goes_on")
-        return self.saving.goes_on or self.plan.began_at.total_steps > 0 or self.trial is not None
+        return self.saving.goes_on or self.plan.start_position.total_steps > 0 or self.trial is not None
 
-    def _require_resumed(self, asked: str) -> None:
+    def _require_resumed(self, name: str) -> None:
         if self.plan.resumed_at is None:
-            raise RuntimeError(f"{asked} was used before run.resume(): call that first, after the last run.register()")
+            raise RuntimeError(f"{name} was used before run.resume(): call that first, after the last run.register()")
 
     @property
     def shares(self) -> Any:
@@ -216,25 +221,27 @@ class Run:
         """Restore the checkpoint to go on from, if any, and let stop signals save and end the run. A trial does neither.
 
         Call it after the last run.register(), on every rank."""
-        moments.announce("run", self.args, self.unsaved.not_given)
+        moments.announce("run", self.args, self.unsaved.unsaved_parts)
         self._prepare_parts()
-        found = None if self.trial else self.peers.find(self.saving.find, self.saving.identity)
-        if found:
-            self.load(*found)
+        resumed_from = None if self.trial else self.peers.find(self.saving.find, self.saving.identity)
+        if resumed_from:
+            self.load(*resumed_from)
             self.saving.goes_on = True
             self.saving.saved_at = self.position
         if self.side_files.writes and self.args.checkpoints:
-            self._require_that_it_can_be_saved()
+            self._require_saveable()
         self.peers.meet(self)
-        self._require_own_samples()
-        moments.listen(types.SimpleNamespace(paused=self._save_left_epoch, returned=self._finish_after_break), of_the_run=True)
+        self._require_sharded_sampler()
+        moments.listen(
+            types.SimpleNamespace(paused=self._save_ended_epoch, returned=self._finish_after_break), ends_with_run=True
+        )
         self.sampler.start_at(self.position.epoch, self.position.consumed)
         self.plan = dataclasses.replace(self.plan, resumed_at=self.position)
         self._begin_evidence()
         self.enter("start")
-        self.tell(Observer.resumed)
+        self.notify(Observer.resumed)
         if not self.trial:
-            self._announce_start(found)
+            self._announce_start(resumed_from)
             if self.side_files.shows and self.args.checkpoints:
                 self.unsaved.begin()
             self.due.allow_stop()
@@ -242,10 +249,10 @@ class Run:
 
     def _listen_for_stops(self) -> None:
         if not self.trial:
-            STOPS.listen(self.stop_on, counts=self.peers.told_to_stop)
+            STOPS.listen(self.stop_on, counts=self.peers.requested_signal)
 
     def _prepare_parts(self) -> None:
-        """Make what depends on the parts, now that all are registered, and note how this start has made them."""
+        """Set up what depends on the registered parts, and note their state in this start."""
         restore.create_momentum_buffers(self.parts.by_name.get("optimizer"))
         if self.shares:  # whose loss of a step is that of all ranks
             self.losses = Losses(self.device, 0, 1)
@@ -256,12 +263,12 @@ class Run:
         self.parts.begin_epoch()
         self.gradients = Gradients(self.parts.named_weights(), self.parts.optimizers())
 
-    def _require_own_samples(self) -> None:
-        own = len(getattr(self.sampler, "own", ()))  # parts of a step that this rank takes
-        if self.peers.size > 1 and own == getattr(self.sampler, "shares", None):
+    def _require_sharded_sampler(self) -> None:
+        own_shares = len(getattr(self.sampler, "own", ()))  # parts of a step that this rank takes
+        if self.peers.size > 1 and own_shares == getattr(self.sampler, "shares", None):
             raise RuntimeError("all ranks would train on the same samples: call sampler.shard(rank, world_size) before Run()")
 
-    def _require_that_it_can_be_saved(self) -> None:
+    def _require_saveable(self) -> None:
         state = self.state()
         run_folder.require_room(self.args, checkpoint.estimated_size(state))
         checkpoint.require_plain(checkpoint.snapshot({name: state[name] for name in self.parts.by_name}))
@@ -272,12 +279,14 @@ class Run:
         self.evidence.keep(self.peers.rank, needs_attempt=writes, needs_ledger=writes or each_rank_writes)
         self.evidence.begin(self.position.epoch, self.position.consumed)
 
-    def _announce_start(self, found: Optional[restore.Checkpoint]) -> None:
-        for line in first_lines.of_run(self, found, self.evidence.attempt):
+    def _announce_start(self, resumed_from: Optional[restore.Checkpoint]) -> None:
+        for line in first_lines.of_run(self, resumed_from, self.evidence.attempt):
             self.say(line)
-        path = found[2] if found else None
-        about = facts_of_this_start(self, path) if self.side_files.writes else {}
-        self.tell(Observer.began, about=about)
+        about = {}
+        if self.side_files.writes:
+            path = resumed_from[2] if resumed_from else None
+            about = facts_of_this_start(self, path)
+        self.notify(Observer.began, about=about)
 
     def epochs(self) -> Iterator[int]:
         """Yield the number of each epoch that is left, from 0; the first may be one that an earlier start has begun.
@@ -291,23 +300,24 @@ class Run:
             done = f"{self.epoch} epochs, {self.total_steps} steps"
             self.say(f"nothing to do: the run has done {done}; it goes on with more than {limit}")
         while not self.plan.limit(self.position):
-            began = self.position
-            self.sampler.start_at(began.epoch, began.consumed)
+            epoch_start = self.position
+            self.sampler.start_at(epoch_start.epoch, epoch_start.consumed)
             has_steps = len(self.sampler) > 0
-            seed_step(self.args.seed, began.epoch, HEAD)
+            seed_step(self.args.seed, epoch_start.epoch, HEAD)
             self.parts.begin_epoch()
             self.clock.begin_lap()
-            self.tell(Observer.epoch_began)
+            self.notify(Observer.epoch_began)
             norms = norms_of_weights(self.model) if has_steps and self.side_files.shows else []
-            yield began.epoch
-            if has_steps and self.position.total_steps == began.total_steps:
+            yield epoch_start.epoch
+            if has_steps and self.position.total_steps == epoch_start.total_steps:
                 raise RuntimeError("an epoch without a step: the loop over run.epochs() has to go through run.steps(loader)")
-            if self.due.evaluates:
+            if self.due.is_evaluating:
                 raise RuntimeError("the loop over run.epochs() has to call run.end_epoch() once, after run.steps()")
             self._save_epoch()
             if norms and norms == norms_of_weights(self.model):
-                self.say(UNCHANGED)
-        self._close("limit" if self.plan.cut_short(self.position) else "finished", self.plan.limit(self.position))
+                self.say(UNCHANGED_WARNING)
+        outcome = "limit" if self.plan.is_cut_short(self.position) else "finished"
+        self._close(outcome, self.plan.limit(self.position))
 
     def steps(self, loader: TrainLoader) -> Iterator[Any]:
         """Yield the batches of this epoch that are left, on the device. Take a training step with each, and call run.step(loss)
@@ -324,24 +334,24 @@ class Run:
                 "any data set and a collate_fn (docs/your_script.md)"
             )
         if self.parts.restored and self.position.consumed:
-            self._restore_once_more(*self.parts.restored)
+            self._restore_again(*self.parts.restored)
         self.parts.forget_restored()
         self.loader = loader
-        self.peers.before_first_step(self.say)
+        self.peers.fix_gradient_order(self.say)
         self.gradients.observe()
         batches = iter(loader)
         while not (self.plan.epoch_is_over(self.position) or self.plan.steps_used_up(self.position)):
             self.enter("data")
-            batch = next(batches, END)
-            if batch is END:
-                raise self._too_few_batches()
+            batch = next(batches, NO_BATCH)
+            if batch is NO_BATCH:
+                raise self._too_few_batches_error()
             steps_before = self.position.total_steps
             self._begin_step(loader)
             if self.shares:
                 yield from self.shares.of(batch, self.position.samples_seen)
                 if self.shares.was_interrupted:
                     close_batches(batches)
-                    self.peers.form_again()
+                    self.peers.regroup()
                     batches = iter(loader)
                     continue
             else:
@@ -353,13 +363,13 @@ class Run:
                 self._save_or_stop_if_due()
         self._end_steps()
 
-    def _restore_once_more(self, state: dict[str, Any], about: dict[str, Any], path: str) -> None:
+    def _restore_again(self, state: dict[str, Any], manifest: dict[str, Any], path: str) -> None:
         """Restore the parts again: the lines before run.steps() may have changed them, e.g. given weights to an optimizer."""
-        self.parts.restore(state, about, path, within_epoch=False)
+        self.parts.restore(state, manifest, path, within_epoch=False)
         self.gradients.load_state_dict(state["run"])
-        self._keep_global_batch(about)
+        self._keep_global_batch(manifest)
 
-    def _too_few_batches(self) -> RuntimeError:
+    def _too_few_batches_error(self) -> RuntimeError:
         return RuntimeError(
             f"the loader ended after {self.position.consumed} of the {self.sampler.samples_per_epoch} samples of this epoch: "
             "give it every batch of the sampler that Run() was given"
@@ -368,24 +378,24 @@ class Run:
     def _begin_step(self, loader: TrainLoader) -> None:
         self.due.begin_step()
         self.enter("step")
-        self.clock.transferred(loader.transfer_seconds(), loader.beside)
+        self.clock.add_transfer(loader.transfer_seconds(), loader.beside)
         self.evidence.note_step_begins(self.position.epoch, self.position.consumed)
         self.gradients.begin_step()
         self.unsaved.begin_step()
 
     def _end_steps(self) -> None:
-        """After this start's last step of an epoch: save one that is cut short, and let the evaluation begin."""
+        """End this start's steps of an epoch: save an incomplete epoch, and begin the evaluation."""
         epoch_is_over = self.plan.epoch_is_over(self.position)
         if epoch_is_over and self.gradients.note_end_of_epoch(self.plan.began_this_epoch(self.position)):
-            self.say(NOT_APPLIED)
+            self.say(NOT_APPLIED_WARNING)
         self._gather()  # in the evaluation, rank 0 may have to save without the other ranks
         if not (self.trial or epoch_is_over):
             self.save()  # the epoch is incomplete, and the next start continues it from here
         self.parts.note_state(self.gradients.state_dict())
         seed_step(self.args.seed, self.position.epoch, EVALUATION)
-        self.due.allow_stop(evaluates=True)
+        self.due.allow_stop(is_evaluating=True)
         self.enter("evaluate")
-        self.tell(Observer.evaluation_began)
+        self.notify(Observer.evaluation_began)
 
     # The order of a step is a contract: if one of these fails, the run ends before those below it (test_step.py).
     #   1. the ledger of this rank has the samples of the step
@@ -406,14 +416,14 @@ class Run:
         self.gradients.end_step()
         self.unsaved.end_step()
         self.peers.note_step()
-        samples_of_this_start = self.position.samples_seen - self.plan.began_at.samples_seen
-        line_is_due = self.clock.stepped(self.sampler.global_batch, samples_of_this_start)
+        samples_of_this_start = self.position.samples_seen - self.plan.start_position.samples_seen
+        line_is_due = self.clock.count_step(self.sampler.global_batch, samples_of_this_start)
         result = self.trial.after_step(self.position.total_steps) if self.trial else None
         if line_is_due:
-            self._show_line(loss)
+            self._log_line(loss)
         if result:
             self._end_trial(result)
-        self.tell(Observer.stepped, loss=loss)
+        self.notify(Observer.stepped, loss=loss)
 
     @property
     def sample_ids(self) -> torch.Tensor:
@@ -424,20 +434,20 @@ class Run:
 
     def _end_trial(self, result: str) -> NoReturn:
         self.say(result)
-        self.tell(Observer.ended)
+        self.notify(Observer.ended)
         self.enter("done")
         sys.exit(0)
 
-    def _show_line(self, loss: torch.Tensor) -> None:
-        steps_of_this_start = self.position.total_steps - self.plan.began_at.total_steps
+    def _log_line(self, loss: torch.Tensor) -> None:
+        steps_of_this_start = self.position.total_steps - self.plan.start_position.total_steps
         if steps_of_this_start > STEPS_WATCHED:
-            self.unsaved.say_what_is_found("a line of the log")
+            self.unsaved.warn_of_changes("a line of the log")
         self._check_losses()
         seconds_left = self.clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
         speed = self.clock.lap()
         self.enter("start" if steps_of_this_start == 1 else "save")
-        self.tell(
-            Observer.line,
+        self.notify(
+            Observer.log_due,
             loss=loss.item(),
             lr=self.parts.learning_rate(),
             speed=speed,
@@ -452,39 +462,41 @@ class Run:
         return scaler.skipped() if isinstance(scaler, Scaler) else 0
 
     def _save_or_stop_if_due(self) -> None:
-        wanted = self.due.after_step(self.position.total_steps, self.gradients.update_wait())
-        if wanted is None:
+        requests = self.due.after_step(self.position.total_steps, self.gradients.should_wait())
+        if requests is None:
             return
-        if wanted.save and not self.plan.epoch_is_over(self.position):
+        if requests.save and not self.plan.epoch_is_over(self.position):
             self.save()
         self.due.allow_stop()
-        if wanted.stop_signal:
-            self.stop_on(wanted.stop_signal)
-        if wanted.hours_are_over:
+        if requests.stop_signal:
+            self.stop_on(requests.stop_signal)
+        if requests.hours_are_over:
             self.stop(f"--max_hours {self.args.max_hours} is over", 0)
 
     def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
         """Show an epoch's metrics, and its `scores` in the report; count it unless --max_steps cut it short. The checkpoint
         is made when the loop asks for the next epoch. Every rank calls it, once, after run.steps()."""
-        if not self.due.evaluates and not self.position.consumed:
+        if not self.due.is_evaluating and not self.position.consumed:
             raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
         self.due.end_evaluation()
         self.gradients.invalidate_collected()  # lines between run.steps() and here may have computed others
         self._check_losses()
-        whole = self.plan.epoch_is_over(self.position)
-        if whole:
+        is_complete = self.plan.epoch_is_over(self.position)
+        if is_complete:
             if warning := self.results.warning_of_best_by(metrics):
                 self.say(warning)
             self.position = self.results.close_epoch(self.position, self.losses.close_epoch(), metrics)
-            self.clock.evaluated()
-        self.tell(Observer.epoch_ended, whole=whole, metrics=metrics, scores=scores, skipped=self._skipped_steps())
-        self._ended_epoch_is_whole = whole
+            self.clock.count_evaluation()
+        self.notify(
+            Observer.epoch_ended, is_complete=is_complete, metrics=metrics, scores=scores, skipped=self._skipped_steps()
+        )
+        self._ended_epoch_is_complete = is_complete
         seed_step(self.args.seed, self.position.epoch, TAIL)
 
-    def _save_left_epoch(self) -> None:
+    def _save_ended_epoch(self) -> None:
         """Save the last epoch if the loop over run.epochs() was left at its end, which a notebook may enter again. Wait for it,
         or for the save before: an error of that is raised."""
-        if self._ended_epoch_is_whole is not None:
+        if self._ended_epoch_is_complete is not None:
             self._save_epoch()
         if self.saving.is_writing:
             self.enter("save")
@@ -493,12 +505,12 @@ class Run:
     def _finish_after_break(self, code: object) -> None:
         """Save the last epoch if the job, which ends with this exit code, has left its loop over run.epochs()."""
         if code:  # it is not known whether what belongs to the epoch is complete
-            self._ended_epoch_is_whole = None
+            self._ended_epoch_is_complete = None
             self.saving.forgive_pending()
             return
-        was_left_at_the_end_of_an_epoch = self._ended_epoch_is_whole is not None
-        self._save_left_epoch()
-        if was_left_at_the_end_of_an_epoch:
+        has_unsaved_epoch = self._ended_epoch_is_complete is not None
+        self._save_ended_epoch()
+        if has_unsaved_epoch:
             self.enter("publish")
             self.saving.finish_publishing(in_a_hurry=bool(STOPS.noted))
             self.evidence.remove_attempt()
@@ -506,13 +518,14 @@ class Run:
 
     def _save_epoch(self) -> None:
         """Save what end_epoch() has ended, with the weights of the epoch if it is a whole one."""
-        whole = self._ended_epoch_is_whole
-        self._ended_epoch_is_whole = None
+        is_complete = self._ended_epoch_is_complete
+        self._ended_epoch_is_complete = None
         self.due.allow_stop()
-        self.save(weights_of_epoch=self.position.epoch if whole else None)
+        weights_of_epoch = self.position.epoch if is_complete else None
+        self.save(weights_of_epoch=weights_of_epoch)
         if self.side_files.shows:
             self.enter("save")
-        self.tell(Observer.saved, whole=whole)
+        self.notify(Observer.saved, is_complete=is_complete)
 
     def together(self, work: Callable, *arguments: object) -> Any:
         """Return `work(*arguments)`, in which every rank takes part. An elastic job repeats it if ranks change meanwhile."""
@@ -520,23 +533,23 @@ class Run:
 
     # --- Saving and restoring ---
 
-    def load(self, state: dict[str, Any], about: dict[str, Any], path: str) -> None:
-        """Restore the run from the `state` of a checkpoint and its manifest `about`. `path`: what messages call it."""
+    def load(self, state: dict[str, Any], manifest: dict[str, Any], path: str) -> None:
+        """Restore the run from a checkpoint: its state and manifest. `path`: its name in messages."""
         # In an elastic job, a rank that has resumed already has the parameter groups that the job has added in this epoch.
-        has_no_groups_of_epoch = self.plan.resumed_at is None and about["consumed"] > 0
-        self.parts.restore(state, about, path, within_epoch=has_no_groups_of_epoch)
+        has_no_groups_of_epoch = self.plan.resumed_at is None and manifest["consumed"] > 0
+        self.parts.restore(state, manifest, path, within_epoch=has_no_groups_of_epoch)
         self.gradients.load_state_dict(state["run"])
-        self.position = Position.of(about)
-        self.saving.id = about.get("run", self.saving.id)
+        self.position = Position.of(manifest)
+        self.saving.id = manifest.get("run", self.saving.id)
         self.losses.load_state_dict(state["run"])
         self.results.history = state["run"]["history"]
-        self._keep_global_batch(about)
+        self._keep_global_batch(manifest)
 
-    def _keep_global_batch(self, about: dict[str, Any]) -> None:
-        saved_options = about["arguments"]
+    def _keep_global_batch(self, manifest: dict[str, Any]) -> None:
+        saved_options = manifest["arguments"]
         options = vars(self.args)
         if all(options.get(name) == saved_options.get(name) for name in ("batch_size", "total_batch")):
-            self.sampler.set_global_batch(about["global_batch"])
+            self.sampler.set_global_batch(manifest["global_batch"])
 
     def save(self, weights_of_epoch: Optional[int] = None) -> None:
         """Save in the background, unless this position is saved already, in a trial or with --checkpoints false.
@@ -554,11 +567,12 @@ class Run:
         if self.position == self.saving.saved_at and not weights_of_epoch:
             return
         self.enter("save")
-        losses = self.losses.give_away()
+        losses = self.losses.hand_over()
         check = functools.partial(losses.check, self.args.lr, self.saving.last_good)
         self.saving.save(self.state, manifest_of(self), weights_of_epoch, check)
         if not STOPS.noted:
-            self.unsaved.say_what_is_found("the end of an epoch" if weights_of_epoch else "a save")
+            moment = "the end of an epoch" if weights_of_epoch else "a save"
+            self.unsaved.warn_of_changes(moment)
         self.saving.require_published()
 
     def _check_losses(self) -> None:
@@ -574,39 +588,43 @@ class Run:
         return self.peers.size == 1 and self.args.checkpoints and devices.is_nvidia(self.device)
 
     def _gather(self) -> None:
-        """Bring to rank 0 what a checkpoint holds of the other ranks. All ranks call it; until the next step, it does nothing
-        more, so that rank 0 may save alone."""
+        """Bring to rank 0 what a checkpoint holds of the other ranks. All ranks call it.
+
+        Until the next step, further calls do nothing, so rank 0 may save alone."""
         self.losses.all_reduce()
         if self.args.checkpoints and not self.trial:
             self.gradients.collect()
 
     def state(self) -> dict[str, Any]:
-        of_the_run = {**self.losses.state_dict(), **self.gradients.state_dict(), **self.parts.settings()}
-        return {**self.parts.states(), "run": {**of_the_run, "history": self.results.history}}
+        """Return what a checkpoint of this position holds. Call _gather() before, on all ranks."""
+        run_state = {**self.losses.state_dict(), **self.gradients.state_dict(), **self.parts.settings()}
+        return {**self.parts.states(), "run": {**run_state, "history": self.results.history}}
 
     # --- Ending ---
 
-    def stop_on(self, number: float) -> None:
-        stop_signal = signal.Signals(int(number))
+    def stop_on(self, signal_number: float) -> None:
+        """Save and exit because of the stop signal with this number."""
+        stop_signal = signal.Signals(int(signal_number))
         self.stop(f"stopped by {stop_signal.name}", STOP_SIGNALS[stop_signal])
 
-    def stop(self, why: str, code: int) -> None:
+    def stop(self, reason: str, code: int) -> None:
+        """Save, close the run and exit with `code`. `reason`: for the log."""
         self._check_losses()
         # What the evaluation has changed is not saved: the next start repeats the evaluation, and would change it twice.
-        if not self.due.evaluates or self.parts.is_unchanged(self.gradients.state_dict()):
+        if not self.due.is_evaluating or self.parts.is_unchanged(self.gradients.state_dict()):
             self.save()
-        self._close("stopped", why, in_a_hurry=code != 0)
+        self._close("stopped", reason, in_a_hurry=code != 0)
         sys.exit(code)
 
-    def _close(self, how: str, why: Optional[str], in_a_hurry: bool = False) -> None:
-        """Wait for the last save, publish, tell the observers and give up the folder.
+    def _close(self, outcome: str, reason: Optional[str], in_a_hurry: bool = False) -> None:
+        """Wait for the last save, publish, notify the observers and release the output folder.
 
-        `how`: finished, limit or stopped; `why`: the option or the signal.
+        `outcome`: finished, limit or stopped; `reason`: the option or the signal.
         """
-        self.tell(Observer.ending, how=how, why=why)
+        self.notify(Observer.ending, outcome=outcome, reason=reason)
         self.enter("save")
         self.saving.wait()
-        self.tell(Observer.ended)
+        self.notify(Observer.ended)
         self.side_files.retry()
         self.enter("publish")
         self.saving.finish_publishing(in_a_hurry or bool(STOPS.noted))
@@ -614,14 +632,15 @@ class Run:
         if self.side_files.writes:
             self.saving.require_not_taken_over()
         self.enter("done")
-        saved = self.saving.saved_at == self.position
-        self.tell(Observer.left, how=how, why=why, saved=saved, last_good=self.saving.last_good())
+        is_saved = self.saving.saved_at == self.position
+        self.notify(Observer.closed, outcome=outcome, reason=reason, is_saved=is_saved, last_good=self.saving.last_good())
         files.release()
 
 
 def _trial(
     args: argparse.Namespace, prof: Optional[int], sampler: Sampler, device: torch.device, clock: Clock
 ) -> "Union[Profile, BatchTrial, None]":
+    """Return the trial that the options ask for, of the largest batch or the speed; else None."""
     if args.find_max_batch:
         from common.devices.largest_batch import BatchTrial
 
@@ -643,6 +662,6 @@ def close_batches(batches: Iterator[Any]) -> None:
 def norms_of_weights(network: torch.nn.Module) -> list[float]:
     """Return the norm of each trainable weight, to notice an epoch that changes none of them."""
     # Not the sum: the gradients of a last layer add up to zero. In the widest type, so that small updates are noticed.
-    trained = [weight.detach() for weight in network.parameters() if weight.requires_grad]
-    norms = [torch.linalg.vector_norm(weight, dtype=devices.widest(weight.device)) for weight in trained]
+    weights = [weight.detach() for weight in network.parameters() if weight.requires_grad]
+    norms = [torch.linalg.vector_norm(weight, dtype=devices.widest(weight.device)) for weight in weights]
     return torch.stack(norms).tolist() if norms else []

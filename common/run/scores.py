@@ -21,12 +21,12 @@ from common.alive.stops import STOPS
 from common.chance import NOTHING_IS_LEARNT, accuracy_by_chance
 from common.ranks import collectives
 
-WORST = 32  # samples with the highest losses that are kept, of each rank and of all
+KEPT_WORST = 32  # samples with the highest losses that are kept, of each rank and of all
 SHOWN = 24  # pictures of the worst mistakes, and as many of the surest
 SIDE = 64  # their width and height
 KINDS = ("worst", "surest")
 WHITE = 255
-ALL = 1000  # mistakes that are listed: those with the highest losses
+LISTED = 1000  # mistakes that are listed: those with the highest losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,8 @@ class Scores:
         STOPS.wait_for(self._add_up)
         return self
 
-    def _add_up(self):
+    def _add_up(self) -> None:
+        """Add up the sums of all ranks, and find the worst samples and mistakes among all of them."""
         group = collectives.current()
         if group.size > 1:
             group.sum(self._counts)
@@ -86,43 +87,47 @@ class Scores:
         columns = [torch.cat([part.cpu() for part in parts]).double() for parts in zip(*self._batches)]
         rows = torch.stack(columns, dim=1) if columns else torch.zeros(0, 5, dtype=torch.float64)
         order = rows[:, 0].nan_to_num(torch.inf).argsort(descending=True, stable=True)
-        worst, _ = self._of_all_ranks(group, rows[order[:WORST]], 0, WORST)
+        worst, _ = self._of_all_ranks(group, rows[order[:KEPT_WORST]], 0, KEPT_WORST)
         self.worst = [(loss, *map(int, rest)) for loss, *rest, _ in worst.tolist()]
         wrong = (rows[:, 2] != rows[:, 3]).nonzero().flatten()
-        for kind, highest, column, most in zip(self.mistakes, [*self._highest, None], (0, 4, 0), (SHOWN, SHOWN, ALL)):
-            own = wrong[rows[wrong, column].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:most]
-            found, places = self._of_all_ranks(group, rows[own], column, most)
-            pictures = self._pictures(group, highest, own.tolist(), places) if self._pixels and highest else [None] * len(found)
+        for kind, highest, column, limit in zip(self.mistakes, [*self._highest, None], (0, 4, 0), (SHOWN, SHOWN, LISTED)):
+            own_indices = wrong[rows[wrong, column].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:limit]
+            mistaken_rows, places = self._of_all_ranks(group, rows[own_indices], column, limit)
+            pictures = (
+                self._pictures(group, highest, own_indices.tolist(), places)
+                if self._pixels and highest
+                else [None] * len(mistaken_rows)
+            )
             self.mistakes[kind] = [
-                Mistake(int(number), int(label), int(given), loss, sure, picture)
-                for (loss, number, label, given, sure), picture in zip(found.tolist(), pictures)
+                Mistake(int(sample_id), int(label), int(predicted), loss, confidence, picture)
+                for (loss, sample_id, label, predicted, confidence), picture in zip(mistaken_rows.tolist(), pictures)
             ]
         # In the memory of the device.
         self._batches = []
         self._highest = []
 
-    def _of_all_ranks(self, group: Any, own: torch.Tensor, column: int, most: int) -> tuple[torch.Tensor, list[int]]:
-        """Return the `most` rows of all ranks with the highest `column`, and each one's rank * `most` + row on that rank."""
+    def _of_all_ranks(self, group: Any, rows: torch.Tensor, column: int, limit: int) -> tuple[torch.Tensor, list[int]]:
+        """Return the `limit` rows of all ranks highest in `column`, and rank * limit + row of each."""
         if group.size > 1:
-            padded = torch.full((most, 5), -1.0, dtype=self._sums.dtype, device=self._sums.device)
-            padded[: len(own)] = own.to(padded)
-            own = torch.cat(group.gather(padded)).cpu()
-        order = own[:, column].nan_to_num(torch.inf).argsort(descending=True, stable=True)
-        named = ((own[:, 2:4] >= 0) & (own[:, 2:4] < len(self.classes))).all(dim=1)  # there may be more outputs
-        order = order[(own[order, 1] >= 0) & named[order]][:most]
-        return own[order], order.tolist()
+            padded = torch.full((limit, 5), -1.0, dtype=self._sums.dtype, device=self._sums.device)
+            padded[: len(rows)] = rows.to(padded)
+            rows = torch.cat(group.gather(padded)).cpu()
+        order = rows[:, column].nan_to_num(torch.inf).argsort(descending=True, stable=True)
+        are_named = ((rows[:, 2:4] >= 0) & (rows[:, 2:4] < len(self.classes))).all(dim=1)  # there may be more outputs
+        order = order[(rows[order, 1] >= 0) & are_named[order]][:limit]
+        return rows[order], order.tolist()
 
-    def _pictures(self, group: Any, highest: Any, own: list[int], places: list[int]) -> torch.Tensor:
-        """Return pictures of mistakes. `own`: this rank's sample numbers; `places`: rank * SHOWN + index in its `own`."""
-        kept = highest.pictures()
-        first = group.rank * SHOWN
-        shown = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.int32, device=self._sums.device)
-        for number, place in enumerate(places):
-            if 0 <= place - first < len(own) and own[place - first] in kept:
-                shown[number] = kept[own[place - first]]
+    def _pictures(self, group: Any, highest: Any, numbers: list[int], places: list[int]) -> torch.Tensor:
+        """Return pictures of the mistakes at `places`: rank * SHOWN + index in that rank's `numbers`."""
+        own_pictures = highest.pictures()
+        first_place = group.rank * SHOWN
+        pictures = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.int32, device=self._sums.device)
+        for index, place in enumerate(places):
+            if 0 <= place - first_place < len(numbers) and numbers[place - first_place] in own_pictures:
+                pictures[index] = own_pictures[numbers[place - first_place]]
         if group.size > 1 and places:
-            group.sum(shown)
-        return shown.to("cpu", torch.uint8)
+            group.sum(pictures)
+        return pictures.to("cpu", torch.uint8)
 
     # --- Answers ---
 
@@ -133,6 +138,7 @@ class Scores:
 
     @property
     def samples(self) -> int:
+        """Number of samples that were added, on all ranks. Call all_reduce() first."""
         return int(self.confusion.sum())
 
     @property
@@ -141,6 +147,7 @@ class Scores:
 
     @property
     def top5(self) -> float:
+        """Fraction of samples whose class is among the five highest logits."""
         return self._sums[1].item() / self.samples
 
     @property
@@ -150,33 +157,40 @@ class Scores:
 
     @property
     def chance(self) -> float:
+        """Accuracy up to which a network may merely guess the most frequent class."""
         return accuracy_by_chance(int(self.confusion.sum(dim=1).max()), self.samples)
 
     def nothing_learnt(self, epoch: int, args: argparse.Namespace) -> Optional[str]:
         """Return a warning if, after a fifth of the epochs and an epoch without warm-up, the accuracy on real data is not above
         chance; else None."""
-        given = vars(args).get("warmup")
-        warmup = min(given, args.epochs / 2) if isinstance(given, (int, float)) else 0
-        looked_at = max(-(-args.epochs // 5), 1 + math.ceil(warmup))
-        if epoch != looked_at or args.input.synthetic or self.accuracy > self.chance or self.chance >= 1:
+        option = vars(args).get("warmup")
+        warmup = min(option, args.epochs / 2) if isinstance(option, (int, float)) else 0
+        check_epoch = max(-(-args.epochs // 5), 1 + math.ceil(warmup))
+        if epoch != check_epoch or args.input.synthetic or self.accuracy > self.chance or self.chance >= 1:
             return None
-        begin = ", --weights FILE to begin with" if "weights" in args and not args.weights else ""
+        weights_advice = ""
+        if "weights" in args and not args.weights:
+            weights_advice = ", --weights FILE to begin with"
         return (
             f"warning: after {epoch} of {args.epochs} epochs {NOTHING_IS_LEARNT}: an accuracy of {self.accuracy:.4f} may be "
-            f"chance. Try a third of --lr {args.lr:g} and three times as much{begin}, and look whether the labels are right"
+            f"chance. Try a third of --lr {args.lr:g} and three times as much{weights_advice}, and look whether the labels are "
+            "right"
         )
 
     def per_class(self) -> list[tuple[str, int, float]]:
         """Return [(class, number of its samples, fraction of them that was recognised)] in the order of the classes."""
         counts = self.confusion.sum(dim=1).tolist()
-        right = self.confusion.diagonal().tolist()
-        return [(name, count, hit / count if count else 0.0) for name, count, hit in zip(self.classes, counts, right)]
+        recognised_counts = self.confusion.diagonal().tolist()
+        return [
+            (name, count, recognised / count if count else 0.0)
+            for name, count, recognised in zip(self.classes, counts, recognised_counts)
+        ]
 
-    def confused(self, most: int) -> list[tuple[str, str, int]]:
-        """Return the `most` most frequent confusions: [(true class, predicted class, how often)], in descending order."""
+    def confused(self, limit: int) -> list[tuple[str, str, int]]:
+        """Return the `limit` most frequent confusions: [(true class, predicted class, count)]."""
         wrong = [cell for cell in self._cells() if cell[0] != cell[1]]
-        wrong = sorted(wrong, key=lambda cell: -cell[2])[:most]
-        return [(self.classes[true], self.classes[given], count) for true, given, count in wrong]
+        wrong = sorted(wrong, key=lambda cell: -cell[2])[:limit]
+        return [(self.classes[true], self.classes[predicted], count) for true, predicted, count in wrong]
 
     def _cells(self):
         """Return [[number of the true class, number of the predicted class, count]] of the counts that are not 0."""
@@ -188,26 +202,31 @@ class Scores:
         predicted = self.confusion.sum(dim=0).tolist()
         rows = [
             {
-                "class": name, "samples": count, "recall": recall, "precision": recall * count / given if given else 0.0,
-                "f1": 2 * recall * count / (count + given) if count + given else 0.0,
+                "class": name,
+                "samples": count,
+                "recall": recall,
+                "precision": recall * count / predicted_count if predicted_count else 0.0,
+                "f1": 2 * recall * count / (count + predicted_count) if count + predicted_count else 0.0,
             }
-            for (name, count, recall), given in zip(self.per_class(), predicted)
-        ]  # fmt: skip
-        mistakes = {
-            kind: [
-                {
-                    "id": one.id, "class": self.classes[one.label], "predicted": self.classes[one.predicted],
-                    "loss": _finite(one.loss), "confidence": _finite(one.confidence),
-                    **({"file": self._file_of(one.id)} if self._file_of else {}),
-                }
-                for one in found
-            ]
-            for kind, found in self.mistakes.items()
-        }  # fmt: skip
+            for (name, count, recall), predicted_count in zip(self.per_class(), predicted)
+        ]
+        mistakes = {kind: [self._row_of(mistake) for mistake in listed] for kind, listed in self.mistakes.items()}
         return {
             "samples": self.samples, "accuracy": self.accuracy, "top5": self.top5, "loss": _finite(self.loss), "classes": rows,
             "confusion": self._cells(), "mistakes": mistakes,
         }  # fmt: skip
+
+    def _row_of(self, mistake: Mistake) -> dict[str, Any]:
+        row = {
+            "id": mistake.id,
+            "class": self.classes[mistake.label],
+            "predicted": self.classes[mistake.predicted],
+            "loss": _finite(mistake.loss),
+            "confidence": _finite(mistake.confidence),
+        }
+        if self._file_of:
+            row["file"] = self._file_of(mistake.id)
+        return row
 
     def picture(self) -> Optional[torch.Tensor]:
         """Draw the mistakes of highest loss above those of highest confidence; None without any, or without `pixels`."""
@@ -216,8 +235,8 @@ class Scores:
         columns = max(len(self.mistakes[kind]) for kind in KINDS)
         sheet: Any = torch.full((3, SIDE * len(KINDS), SIDE * columns), WHITE, dtype=torch.uint8)
         for row, kind in enumerate(KINDS):
-            for column, one in enumerate(self.mistakes[kind]):
-                sheet[:, row * SIDE : (row + 1) * SIDE, column * SIDE : (column + 1) * SIDE] = one.picture
+            for column, mistake in enumerate(self.mistakes[kind]):
+                sheet[:, row * SIDE : (row + 1) * SIDE, column * SIDE : (column + 1) * SIDE] = mistake.picture
         return sheet
 
 
@@ -231,22 +250,22 @@ class _Highest:
 
     def __init__(self, pixels: Any):
         self._pixels = pixels
-        self._seen = 0
+        self._samples_seen = 0
         self._kept: Any = None  # values, places in the order of add(), pictures
 
     def add(self, values: torch.Tensor, images: Any) -> None:
         top = values.topk(min(SHOWN, len(values)))
-        kept = [top.values, top.indices + self._seen]
+        kept = [top.values, top.indices + self._samples_seen]
         small = images[top.indices].float()
-        if (smaller := min(small.shape[2:]) // SIDE) > 1:
-            small = torch.nn.functional.avg_pool2d(small, smaller)
+        if (factor := min(small.shape[2:]) // SIDE) > 1:
+            small = torch.nn.functional.avg_pool2d(small, factor)
         kept.append(torch.nn.functional.interpolate(small, size=(SIDE, SIDE), mode="nearest"))
         if self._kept:
             kept = [torch.cat(pair) for pair in zip(self._kept, kept)]
             order = kept[0].topk(min(SHOWN, len(kept[0]))).indices
             kept = [part[order] for part in kept]
         self._kept = kept
-        self._seen += len(values)
+        self._samples_seen += len(values)
 
     def pictures(self) -> dict[int, torch.Tensor]:
         """Return {number of the sample in the order of add(): its picture} of the samples that were kept."""

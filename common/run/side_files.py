@@ -3,10 +3,11 @@
 import errno
 import os
 import threading
+from collections.abc import Iterator
 from typing import Callable, Union
 
 from common import progress
-from common.files import TakenOver, append, drop_half_a_line, is_taken_over, own_copy, write_atomically
+from common.files import TakenOver, append, drop_partial_line, is_taken_over, replace_with_copy, write_atomically
 
 
 class SideFiles:
@@ -17,47 +18,56 @@ class SideFiles:
         self.shows = shows
         self.writes = writes
         self._folder = folder
-        self._grow: dict[str, int] = {}  # {file that is appended to: inode of this start's copy}
+        self._inodes: dict[str, int] = {}  # {file that is appended to: inode of this start's copy}
         self._begin(progress.say)
 
-    def _begin(self, say: Callable[[str], None]):
+    def _begin(self, say: Callable[[str], None]) -> None:
+        """Begin without pending content, in this process."""
         self._say = say
-        self._process = os.getpid()
+        self._pid = os.getpid()
         self._warned = set()
         self._lock = threading.RLock()
-        self._owed: dict[str, tuple[Union[bytes, memoryview], bool]] = {}  # {path: (content, whether it is appended)}
+        self._pending: dict[str, tuple[Union[bytes, memoryview], bool]] = {}  # {path: (content, whether it is appended)}
 
     def say(self, text: str) -> None:
+        """Print a line of the log, if this rank shows it."""
         if self.shows:
             self._say(text)
 
     def write(self, name: str, content: bytes) -> None:
-        self._owe(name, content, appended=False)
+        """Replace a file of the folder, if this rank writes; `name` may contain folders."""
+        self._enqueue(name, content, appended=False)
 
     def append(self, name: str, content: bytes) -> None:
-        self._owe(name, content, appended=True)
+        """Append to a file of the folder, if this rank writes."""
+        self._enqueue(name, content, appended=True)
 
-    def _owe(self, name: str, content: Union[bytes, memoryview], appended: bool) -> None:
+    def _enqueue(self, name: str, content: Union[bytes, memoryview], appended: bool) -> None:
+        """Add content to what is pending, and try to write all of it."""
         if not self.writes:
             return
-        if os.getpid() != self._process:  # a loader process, forked from ours in the midst of anything
+        if os.getpid() != self._pid:  # a loader process, forked from ours in the midst of anything
             self._begin(print)
         path = os.path.join(self._folder, name)
         with self._lock:
-            before = bytes(self._owed.get(path, (b"", True))[0]) if appended else b""
-            self._owed[path] = before + content, appended
+            previous = b""
+            if appended and path in self._pending:
+                previous = bytes(self._pending[path][0])
+            self._pending[path] = previous + content, appended
         self.retry()
 
     def retry(self) -> None:
+        """Write what is pending. A file that fails is kept for the next call, with one warning."""
         with self._lock:
-            told = list(self._write_all())
-        for text in told:  # after _write_all, because an observer that gets the line may write a file
-            self.say(text)
+            lines = list(self._write_all())
+        for line in lines:  # after _write_all, because an observer that gets the line may write a file
+            self.say(line)
 
-    def _write_all(self):
+    def _write_all(self) -> Iterator[str]:
+        """Write what is pending; yield a line for each file that begins to fail or is written again."""
         if is_taken_over():  # by a later start; the next save reports it
-            self._owed.clear()
-        for path, (content, appended) in list(self._owed.items()):
+            self._pending.clear()
+        for path, (content, appended) in list(self._pending.items()):
             try:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 if appended:
@@ -71,19 +81,19 @@ class SideFiles:
                     yield f"warning: {path} cannot be written: {error.strerror or error}; the run goes on and tries it again"
                 self._warned.add(path)
                 continue
-            self._owed.pop(path, None)
+            self._pending.pop(path, None)
             if path in self._warned:
                 self._warned.remove(path)
                 yield f"{path} is written again"
 
     def _append(self, path: str, content: Union[bytes, memoryview]) -> None:
         """Append to a file, after replacing it by a copy that is this start's own; append nothing to a later start's copy."""
-        if path not in self._grow:
+        if path not in self._inodes:
             if os.path.lexists(path) and not os.path.isfile(path):
                 raise OSError(errno.EINVAL, "it is not a regular file")
-            with own_copy(path, os.O_APPEND) as own:
-                drop_half_a_line(own)
-                self._grow[path] = os.fstat(own.fileno()).st_ino
+            with replace_with_copy(path, os.O_APPEND) as replacement:
+                drop_partial_line(replacement)
+                self._inodes[path] = os.fstat(replacement.fileno()).st_ino
         with open(path, "ab", buffering=0) as file:
-            if os.fstat(file.fileno()).st_ino == self._grow[path] or not is_taken_over():
+            if os.fstat(file.fileno()).st_ino == self._inodes[path] or not is_taken_over():
                 append(file, content)

@@ -34,25 +34,25 @@ class Profile:
     """A start that measures the speed of some steps (--prof), and then ends."""
 
     def __init__(self, steps: int, sampler: Sampler, device: torch.device, clock: Clock):
-        """`steps`: to measure, after WARM_UP others."""
+        """`steps`: how many to measure, after WARM_UP steps that are not measured."""
         self._measured_steps = steps
         self._steps_left = WARM_UP + steps
         self._sampler = sampler
         self._device = device
         self._clock = clock
-        self._seconds_at_first: dict[str, float] = {}
+        self._seconds_at_start: dict[str, float] = {}
 
     def after_step(self, _total_steps: int) -> Optional[str]:
         """Return a line with the speed after the last step to measure, else None."""
         self._steps_left -= 1
         if self._steps_left == self._measured_steps:
             devices.synchronize(self._device)
-            self._seconds_at_first = self._clock.read()
+            self._seconds_at_start = self._clock.read()
         if self._steps_left > 0:
             return None
         devices.synchronize(self._device)
         samples = self._sampler.global_batch * self._measured_steps
-        fractions = speed(self._seconds_at_first, self._clock.read(), samples)
+        fractions = speed(self._seconds_at_start, self._clock.read(), samples)
         rate = fractions.pop("images_per_s")
         split = ", ".join(f"{fractions[phase]:.0%} {phase.replace('_', ' ')}" for phase in TRAINING_PHASES)
         return f"Training speed was {rate:.1f} images/s over {self._measured_steps} steps: {split}"

@@ -28,16 +28,16 @@ from common.errors import one_line
 from common.run.gradients import weights_of
 from common.weights.files import unwrapped
 
-NOT_THE_SCRIPTS = {"common", "datasets", "torch"}  # packages whose variables are not looked at
+LIBRARY_PACKAGES = {"common", "datasets", "torch"}  # packages whose variables are not looked at
 DEEPEST = 10  # references from a saved part to what it saves
 MOST_ITEMS = 1000  # of a container that is looked through
-FEW = 4  # values along each dimension of a weight, or up to twice as many
+SAMPLED_VALUES = 4  # values along each dimension of a weight, or up to twice as many
 STEPS_WATCHED = 3  # of a start, in which it is seen who draws from a generator
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 SCALER: Any = getattr(torch.amp, "GradScaler", ())  # before torch 2.3, scalers are not looked for
 
 
-class Living(NamedTuple):
+class LiveObjects(NamedTuple):
     """What lives in this process."""
 
     modules: list[nn.Module]
@@ -61,182 +61,194 @@ class Weight(NamedTuple):
 
 
 class Unsaved:
-    def __init__(self, saved: Callable[[], Iterable[object]], meant: Sequence[object], say: Callable[[str], None]):
-        """`saved`: returns the network and the parts of the run. `meant`: what is meant to begin anew, and is not named."""
-        if not isinstance(meant, (list, tuple)) or any(isinstance(one, str) for one in meant):
+    def __init__(self, get_saved: Callable[[], Iterable[object]], ignored: Sequence[object], say: Callable[[str], None]):
+        """`get_saved`: returns the network and the parts of the run. `ignored`: not to be warned of."""
+        if not isinstance(ignored, (list, tuple)) or any(isinstance(item, str) for item in ignored):
             raise TypeError("Run(unsaved=...) takes a list of objects, such as unsaved=[discriminator]")
-        self.meant = meant
-        self._saved = saved
+        self.ignored = ignored
+        self._get_saved = get_saved
         self._say = say
-        self._is_begun = False
+        self._is_watching = False
         self._weights: dict[int, Weight] = {}  # of this process, by their id
-        self._states: dict[int, Any] = {}  # fingerprints of the optimizers' states, then
-        self._steps: dict[int, int] = {}  # that the schedules had taken then
+        self._optimizer_states: dict[int, Any] = {}  # fingerprints of the optimizers' states, then
+        self._schedule_steps: dict[int, int] = {}  # that the schedules had taken then
         self._generators: list[Any] = []  # of the script
-        self._before_step: list[str] = []  # their states
-        self._drawn: dict[int, object] = {}  # the generators from which a step has drawn
-        self._steps_seen = 0
-        self._moments: set[str] = set()  # at which this was looked through
-        self._named: set[int] = set()
+        self._states_before_step: list[str] = []  # their states
+        self._drawn_from: dict[int, object] = {}  # the generators from which a step has drawn
+        self._steps_watched = 0
+        self._past_moments: set[str] = set()  # at which this was looked through
+        self._reported_ids: set[int] = set()
 
     @contextlib.contextmanager
-    def _or_never(self) -> Iterator[None]:
-        """After an error, which an object of the script may raise when it is looked at, look no more."""
+    def _stop_watching_on_error(self) -> Iterator[None]:
+        """Stop watching after an error, which an object of the script may raise when it is examined."""
         try:
             yield
         except Exception as error:
-            self._is_begun = False
-            why = f"{type(error).__name__}: {one_line(error)[:200]}"
-            self._say(f"warning: what the run does not save cannot be looked for: {why}")
+            self._is_watching = False
+            reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+            self._say(f"warning: what the run does not save cannot be looked for: {reason}")
 
-    def not_given(self) -> list[tuple[str, str]]:
+    def unsaved_parts(self) -> list[tuple[str, str]]:
         """Return (name, kind) of each optimizer, schedule, average and scaler that is not saved, before anything is trained."""
-        found: list[tuple[str, str]] = []
-        with self._or_never():
-            living = _living()
-            averages = [module for module in living.modules if isinstance(module, AveragedModel)]
-            scalers = [scaler for scaler in living.scalers if scaler.is_enabled()]
-            known = _reached([*self._saved(), *self.meant])
+        missing: list[tuple[str, str]] = []
+        with self._stop_watching_on_error():
+            live = _live_objects()
+            averages = [module for module in live.modules if isinstance(module, AveragedModel)]
+            scalers = [scaler for scaler in live.scalers if scaler.is_enabled()]
+            saved_ids = _reachable_ids([*self._get_saved(), *self.ignored])
             names = _names()
-            for one in (*averages, *living.optimizers, *_outermost(living.schedules), *scalers):
-                if id(one) not in known and id(one) in names:
-                    found.append((names[id(one)], type(one).__name__))
-        return found
+            for part in (*averages, *live.optimizers, *_outermost(live.schedules), *scalers):
+                if id(part) not in saved_ids and id(part) in names:
+                    missing.append((names[id(part)], type(part).__name__))
+        return missing
 
     def begin(self) -> None:
         """Note where weights, optimizers and schedules stand."""
-        with self._or_never():
-            living = _living()
-            self._note_new_weights(living)
-            self._states = {id(optimizer): _fingerprint(optimizer) for optimizer in living.optimizers}
-            self._steps = {id(schedule): _steps_of(schedule) for schedule in living.schedules}
-            ours = {id(torch.default_generator), id(np.random.mtrand._rand), id(getattr(random, "_inst", None))}
-            self._generators = [one for _, one in _variables() if _is_generator(one) and id(one) not in ours]
-            self._is_begun = True
+        with self._stop_watching_on_error():
+            live = _live_objects()
+            self._note_new_weights(live)
+            self._optimizer_states = {id(optimizer): _fingerprint(optimizer) for optimizer in live.optimizers}
+            self._schedule_steps = {id(schedule): _steps_of(schedule) for schedule in live.schedules}
+            seeded_ids = {id(torch.default_generator), id(np.random.mtrand._rand), id(getattr(random, "_inst", None))}
+            self._generators = [value for _, value in _variables() if _is_generator(value) and id(value) not in seeded_ids]
+            self._is_watching = True
 
-    def _note_new_weights(self, living: Living) -> None:
-        for owner, weights in _owners(living):
+    def _note_new_weights(self, live: LiveObjects) -> None:
+        for owner, weights in _owners(live):
             for weight in weights:
                 noted = self._weights.get(id(weight))
                 if (noted is None or noted.owner() is None) and not (is_lazy(weight) or weight.is_inference()):
                     self._weights[id(weight)] = Weight(weakref.ref(owner), weight._version, _checksum(weight))
 
     def begin_step(self) -> None:
-        if self._is_begun and self._steps_seen < STEPS_WATCHED:
-            with self._or_never():
-                self._before_step = [*map(_state, self._generators)]
+        """Note the states of the script's generators, in the first steps of a start."""
+        if self._is_watching and self._steps_watched < STEPS_WATCHED:
+            with self._stop_watching_on_error():
+                self._states_before_step = [*map(_state, self._generators)]
 
     def end_step(self) -> None:
-        if self._is_begun and self._steps_seen < STEPS_WATCHED:
-            self._steps_seen += 1
-            with self._or_never():
-                for generator, before in zip(self._generators, self._before_step):
-                    if _state(generator) != before:
-                        self._drawn[id(generator)] = generator
+        """Note which generators the step has drawn from, in the first steps of a start."""
+        if self._is_watching and self._steps_watched < STEPS_WATCHED:
+            self._steps_watched += 1
+            with self._stop_watching_on_error():
+                for generator, previous_state in zip(self._generators, self._states_before_step):
+                    if _state(generator) != previous_state:
+                        self._drawn_from[id(generator)] = generator
 
-    def say_what_is_found(self, moment: str) -> None:
-        """Say a line for each thing that was not named before, the first time that this is called at a moment of this name."""
-        if self._is_begun and moment not in self._moments:
-            self._moments.add(moment)
-            with self._or_never():
-                if self._found():
+    def warn_of_changes(self, moment: str) -> None:
+        """Warn once of each changed object; a second call with this moment does nothing."""
+        if self._is_watching and moment not in self._past_moments:
+            self._past_moments.add(moment)
+            with self._stop_watching_on_error():
+                if self._new_changes():
                     gc.collect()  # unreachable objects do not count
                     names = _names()
-                    for one, what in self._found():
-                        self._named.add(id(one))
-                        self._say(_line(one, what, names.get(id(one), "")))
+                    for item, change in self._new_changes():
+                        self._reported_ids.add(id(item))
+                        self._say(_warning(item, change, names.get(id(item), "")))
 
-    def _found(self) -> list[tuple[object, str]]:
-        """Return what has changed, is not saved and was not named before, each with what has happened to it."""
-        living = _living()
-        self._note_new_weights(living)
-        saved = [*self._saved()]
-        known = _reached([*saved, *self.meant])
-        shared = {id(one.state) for one in saved if isinstance(one, Optimizer)}  # a wrapper may have the state of what it wraps
+    def _new_changes(self) -> list[tuple[object, str]]:
+        """Return (object, what happened) for each that changed, is not saved and was not named."""
+        live = _live_objects()
+        self._note_new_weights(live)
+        saved = [*self._get_saved()]
+        saved_ids = _reachable_ids([*saved, *self.ignored])
+        shared_state_ids = {
+            id(item.state) for item in saved if isinstance(item, Optimizer)
+        }  # a wrapper may have the state of what it wraps
         was_warned_of_schedules = not any(map(is_schedule, saved))  # by the first lines, those of saved optimizers
-        found: list[tuple[object, str]] = [(module, "is trained") for module in self._trained(living.modules, known)]
-        found += [(weight, "is trained") for weight in self._trained_alone(living, known)]
-        for optimizer in living.optimizers:
-            has_stepped = bool(optimizer.state) and _fingerprint(optimizer) != self._states.get(id(optimizer))
-            if id(optimizer) not in known and id(optimizer.state) not in shared and has_stepped:
-                found.append((optimizer, "has stepped"))
-        for schedule in _outermost(living.schedules):
-            has_stepped = _steps_of(schedule) > self._steps.get(id(schedule), _steps_of(schedule))
-            was_warned_of = was_warned_of_schedules and id(getattr(schedule, "optimizer", None)) in known
-            if id(schedule) not in known and has_stepped and not was_warned_of:
-                found.append((schedule, "has stepped"))
-        scaling = [scaler for scaler in living.scalers if getattr(scaler, "_scale", None) is not None]
-        found += [(scaler, "has scaled a loss") for scaler in scaling if id(scaler) not in known]
-        found += [(one, "is drawn from in a step") for number, one in self._drawn.items() if number not in known]
-        return [pair for pair in found if id(pair[0]) not in self._named]
+        changes: list[tuple[object, str]] = [
+            (module, "is trained") for module in self._trained_modules(live.modules, saved_ids)
+        ]
+        changes += [(weight, "is trained") for weight in self._trained_loose_weights(live, saved_ids)]
+        for optimizer in live.optimizers:
+            has_stepped = bool(optimizer.state) and _fingerprint(optimizer) != self._optimizer_states.get(id(optimizer))
+            if id(optimizer) not in saved_ids and id(optimizer.state) not in shared_state_ids and has_stepped:
+                changes.append((optimizer, "has stepped"))
+        for schedule in _outermost(live.schedules):
+            has_stepped = _steps_of(schedule) > self._schedule_steps.get(id(schedule), _steps_of(schedule))
+            was_warned_of = was_warned_of_schedules and id(getattr(schedule, "optimizer", None)) in saved_ids
+            if id(schedule) not in saved_ids and has_stepped and not was_warned_of:
+                changes.append((schedule, "has stepped"))
+        scaling = [scaler for scaler in live.scalers if getattr(scaler, "_scale", None) is not None]
+        changes += [(scaler, "has scaled a loss") for scaler in scaling if id(scaler) not in saved_ids]
+        changes += [
+            (item, "is drawn from in a step")
+            for generator_id, item in self._drawn_from.items()
+            if generator_id not in saved_ids
+        ]
+        return [pair for pair in changes if id(pair[0]) not in self._reported_ids]
 
-    def _trained(self, modules: list[nn.Module], known: set[int]) -> list[nn.Module]:
+    def _trained_modules(self, modules: list[nn.Module], saved_ids: set[int]) -> list[nn.Module]:
         """Return the outermost modules of which no weight is saved and some weight has changed since the run began."""
-        found = {}
+        changed = {}
         for module in modules:
             weights = [*module.parameters()]
-            if any(map(self._has_changed, weights)) and not any(id(weight) in known for weight in weights):
-                found[id(module)] = module
-        inner = {id(child) for module in found.values() for child in module.modules() if child is not module}
-        outermost = [module for number, module in found.items() if number not in inner]
+            if any(map(self._has_changed, weights)) and not any(id(weight) in saved_ids for weight in weights):
+                changed[id(module)] = module
+        inner = {id(child) for module in changed.values() for child in module.modules() if child is not module}
+        outermost = [module for module_id, module in changed.items() if module_id not in inner]
         return list({id(unwrapped(module)): unwrapped(module) for module in outermost}.values())
 
-    def _trained_alone(self, living: Living, known: set[int]) -> list[torch.Tensor]:
+    def _trained_loose_weights(self, live: LiveObjects, saved_ids: set[int]) -> list[torch.Tensor]:
         """Return the weights of optimizers that have changed, are not saved and are in no module."""
-        in_modules = {id(weight) for module in living.modules for weight in module.parameters(recurse=False)}
-        weights = {id(weight): weight for optimizer in living.optimizers for weight in weights_of(optimizer)}
-        alone = weights.keys() - in_modules - known
-        return [weight for number, weight in weights.items() if number in alone and self._has_changed(weight)]
+        in_modules = {id(weight) for module in live.modules for weight in module.parameters(recurse=False)}
+        weights = {id(weight): weight for optimizer in live.optimizers for weight in weights_of(optimizer)}
+        loose_ids = weights.keys() - in_modules - saved_ids
+        return [weight for weight_id, weight in weights.items() if weight_id in loose_ids and self._has_changed(weight)]
 
     def _has_changed(self, weight: torch.Tensor) -> bool:
         noted = self._weights.get(id(weight))
         return noted is not None and noted.has_changed(weight)
 
 
-def _line(one: object, what: str, name: str) -> str:
-    shown = f"{name} ({type(one).__name__})" if name else f"an object of {type(one).__name__}"
+def _warning(item: object, change: str, name: str) -> str:
+    """Return the warning of an object that is not saved. `name`: that of its variable, or ""."""
+    label = f"{name} ({type(item).__name__})" if name else f"an object of {type(item).__name__}"
     argument = re.sub(r"\W+", "_", name).strip("_") or "name"
-    instead = f"it, as {argument}={name or '...'}"
-    if _is_generator(one):
-        instead = "an object that has its state, or draw from torch, numpy or random, which are seeded for each step"
-    elif isinstance(one, torch.Tensor):
-        instead = f"a module that has it, as {argument}=nn.ParameterList([{name or '...'}])"
+    remedy = f"it, as {argument}={name or '...'}"
+    if _is_generator(item):
+        remedy = "an object that has its state, or draw from torch, numpy or random, which are seeded for each step"
+    elif isinstance(item, torch.Tensor):
+        remedy = f"a module that has it, as {argument}=nn.ParameterList([{name or '...'}])"
     return (
-        f"warning: {shown} {what} and is not saved, so a restart begins it anew: give Run {instead}; if that is meant, "
+        f"warning: {label} {change} and is not saved, so a restart begins it anew: give Run {remedy}; if that is meant, "
         f"unsaved=[{name or '...'}]"
     )
 
 
-def _living() -> Living:
-    living = Living([], [], [], [])
-    for one in gc.get_objects():
-        kind = type(one)  # not isinstance(), which asks some objects for their class, and these warn or fail
+def _live_objects() -> LiveObjects:
+    """Find the modules, optimizers, schedules and scalers of this process."""
+    live = LiveObjects([], [], [], [])
+    for item in gc.get_objects():
+        kind = type(item)  # not isinstance(), which asks some objects for their class, and these warn or fail
         if issubclass(kind, nn.Module):
-            living.modules.append(one)
+            live.modules.append(item)
         elif issubclass(kind, Optimizer):
-            living.optimizers.append(one)
+            live.optimizers.append(item)
         elif issubclass(kind, SCALER):
-            living.scalers.append(one)
+            live.scalers.append(item)
         elif issubclass(kind, SCHEDULES):
-            living.schedules.append(one)
+            live.schedules.append(item)
     # Some have not called the __init__() of torch's class: they are shells around others.
-    modules = [one for one in living.modules if "_parameters" in vars(one)]
-    return living._replace(modules=modules, optimizers=[one for one in living.optimizers if "param_groups" in vars(one)])
+    modules = [item for item in live.modules if "_parameters" in vars(item)]
+    return live._replace(modules=modules, optimizers=[item for item in live.optimizers if "param_groups" in vars(item)])
 
 
-def _owners(living: Living) -> Iterator[tuple[object, Iterable[torch.Tensor]]]:
+def _owners(live: LiveObjects) -> Iterator[tuple[object, Iterable[torch.Tensor]]]:
     """Yield (module or optimizer, its weights)."""
-    for module in living.modules:
+    for module in live.modules:
         yield module, module.parameters(recurse=False)
-    for optimizer in living.optimizers:
+    for optimizer in live.optimizers:
         yield optimizer, weights_of(optimizer)
 
 
 def _checksum(weight: torch.Tensor) -> int:
     """Return a checksum of a few values, as what is written by way of `.data` has no new version; 0 if there are none."""
     with contextlib.suppress(RuntimeError, TypeError):
-        few = weight.detach()[tuple(slice(None, None, max(1, size // FEW)) for size in weight.shape)]
-        return zlib.crc32(few.reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
+        values = weight.detach()[tuple(slice(None, None, max(1, size // SAMPLED_VALUES)) for size in weight.shape)]
+        return zlib.crc32(values.reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
     return 0
 
 
@@ -245,16 +257,18 @@ def _fingerprint(optimizer: Optimizer) -> Any:
 
 
 def _outermost(schedules: list[Any]) -> list[Any]:
-    inner = {id(one) for schedule in schedules for one in getattr(schedule, "_schedulers", [])}
+    """Return the schedules that no other schedule wraps."""
+    inner = {id(child) for schedule in schedules for child in getattr(schedule, "_schedulers", [])}
     return [schedule for schedule in schedules if id(schedule) not in inner]
 
 
 def _steps_of(schedule: object) -> int:
+    """Return the steps that a schedule has taken; of one that wraps others, the most of any."""
     return max([getattr(schedule, "last_epoch", 0), *map(_steps_of, getattr(schedule, "_schedulers", []))])
 
 
-def _is_generator(one: object) -> bool:
-    return issubclass(type(one), GENERATORS) and not issubclass(type(one), random.SystemRandom)
+def _is_generator(value: object) -> bool:
+    return issubclass(type(value), GENERATORS) and not issubclass(type(value), random.SystemRandom)
 
 
 def _state(generator: Any) -> str:
@@ -268,47 +282,49 @@ def _state(generator: Any) -> str:
 # --- What a saved part saves -------------------------------------------------------------------------------------------
 
 
-def _reached(parts: Iterable[object]) -> set[int]:
-    """Return the ids of these objects and of what they refer to, except what they use and do not save."""
-    reached: set[int] = set()
-    level = {id(one): one for one in parts}
+def _reachable_ids(parts: Iterable[object]) -> set[int]:
+    """Return the ids of these objects and of all that they save along with themselves."""
+    reachable: set[int] = set()
+    level = {id(item): item for item in parts}
     for _ in range(DEEPEST):
-        reached.update(level)
-        others = (other for one in level.values() for other in _referred_to(one))
-        level = {id(other): other for other in others if id(other) not in reached}  # each once, however many refer to it
-    return reached
+        reachable.update(level)
+        referents = (referent for item in level.values() for referent in _referents(item))
+        level = {
+            id(referent): referent for referent in referents if id(referent) not in reachable
+        }  # each once, however many refer to it
+    return reachable
 
 
-def _referred_to(one: Any) -> Iterable[object]:
-    kind = type(one)
-    if issubclass(kind, nn.Module) and "_modules" in vars(one):
-        return [*one.modules(), *one.parameters()]
+def _referents(item: Any) -> Iterable[object]:
+    """Return what an object saves along with itself, as far as references show it."""
+    kind = type(item)
+    if issubclass(kind, nn.Module) and "_modules" in vars(item):
+        return [*item.modules(), *item.parameters()]
     if issubclass(kind, Optimizer):  # it saves what it knows of weights, and not the weights
-        return [other for other in vars(one).values() if issubclass(type(other), Optimizer)]
+        return [value for value in vars(item).values() if issubclass(type(value), Optimizer)]
     if issubclass(kind, SCHEDULES):
-        return getattr(one, "_schedulers", [])
+        return getattr(item, "_schedulers", [])
     if issubclass(kind, FunctionType):
-        return [*(one.__closure__ or ()), *(one.__defaults__ or ())]
+        return [*(item.__closure__ or ()), *(item.__defaults__ or ())]
     if issubclass(kind, (ModuleType, FrameType, type, torch.Tensor)):
         return []
-    if issubclass(kind, (list, tuple, dict)) and len(one) > MOST_ITEMS:
+    if issubclass(kind, (list, tuple, dict)) and len(item) > MOST_ITEMS:
         return []
     methods = [vars(base)["state_dict"] for base in kind.__mro__ if "state_dict" in vars(base)]
-    return [*gc.get_referents(one), *methods]
+    return [*gc.get_referents(item), *methods]
 
 
 # --- The names of a script's variables -----------------------------------------------------------------------------------
 
 
 def _variables() -> Iterator[tuple[str, object]]:
-    """Yield (name, value) of the variables in the script's functions that are under way, of its globals, and of what these have
-    as attributes and items."""
-    for space in _spaces():
-        for name, value in space.items():
+    """Yield (name, value) of the script's variables, and of their attributes and items."""
+    for namespace in _namespaces():
+        for name, value in namespace.items():
             yield name, value
             kind = type(value)
             if issubclass(kind, (list, tuple)) and len(value) <= MOST_ITEMS:
-                yield from ((f"{name}[{number}]", item) for number, item in enumerate([*value]))
+                yield from ((f"{name}[{index}]", item) for index, item in enumerate([*value]))
             elif issubclass(kind, dict) and len(value) <= MOST_ITEMS:
                 yield from ((f"{name}[{key!r}]", item) for key, item in [*value.items()] if isinstance(key, str))
             elif not issubclass(kind, (ModuleType, type, FunctionType)):
@@ -318,26 +334,26 @@ def _variables() -> Iterator[tuple[str, object]]:
 
 
 def _attributes(value: object) -> dict[str, Any]:
-    """Return what is in an object itself, without asking the object."""
+    """Return an object's __dict__ without running code of its class; {} if it has none."""
     with contextlib.suppress(AttributeError):
-        found = object.__getattribute__(value, "__dict__")
-        return found if type(found) is dict else {}
+        attributes = object.__getattribute__(value, "__dict__")
+        return attributes if type(attributes) is dict else {}
     return {}
 
 
-def _spaces() -> list[dict[str, Any]]:
-    """Return copies of the variables of the script's functions that are under way, and of its globals."""
-    spaces: dict[int, dict[str, Any]] = {}
+def _namespaces() -> list[dict[str, Any]]:
+    """Return copies of the script's variables: of its running functions, and its globals."""
+    namespaces: dict[int, dict[str, Any]] = {}
     frame: Optional[FrameType] = sys._getframe()
     while frame:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in NOT_THE_SCRIPTS:
-            spaces[id(frame.f_globals)] = {**frame.f_globals}
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in LIBRARY_PACKAGES:
+            namespaces[id(frame.f_globals)] = {**frame.f_globals}
             if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-                spaces[id(frame)] = {**frame.f_locals}
+                namespaces[id(frame)] = {**frame.f_locals}
                 if sys.version_info < (3, 13) and not sys.gettrace():
                     frame.f_locals.clear()  # the frame's own copy, which would keep the tensors of this step
         frame = frame.f_back
-    return list(spaces.values())
+    return list(namespaces.values())
 
 
 def _names() -> dict[int, str]:

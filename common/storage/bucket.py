@@ -52,6 +52,8 @@ TRANSIENT = {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
+    """How a store is reached."""
+
     endpoint: Optional[str]  # None for Amazon's own
     region: str
     style: str  # where the bucket's name is: "path", "virtual" (in the host name), or "auto"
@@ -63,6 +65,8 @@ class ObjectChanged(Exception):
 
 
 class Bucket:
+    """A bucket, or the objects below a prefix in it, and the connection to its store."""
+
     def __init__(self, url: str, say: Say = print) -> None:
         match = ADDRESS.fullmatch(url)
         if not match or "\0" in url:
@@ -86,17 +90,20 @@ class Bucket:
         """Make a new client, with the credential that boto3 finds now: a role or a program may have replaced the old one."""
         self.client, self.settings = _client(self.scheme)
 
-    def below(self) -> str:
+    def key_prefix(self) -> str:
         """Return the prefix of the keys of all objects below the address: PREFIX/, or an empty text for a whole bucket."""
         return f"{self.prefix}/" if self.prefix else ""
 
     def relative(self, key: str) -> str:
-        return key[len(self.below()) :]
+        """Return the part of `key` after the prefix of this address."""
+        return key[len(self.key_prefix()) :]
 
     def url(self, key: str) -> str:
+        """Return the address of the object with this key."""
         return f"{self.scheme}://{self.name}/{key}"
 
     def items(self, prefix: str, patience: Optional[Patience] = None) -> Iterator[Item]:
+        """Yield the objects whose keys begin with `prefix`."""
         marker = ""
         while True:
             # Version 1 of the request, because every S3-compatible store has it.
@@ -121,7 +128,7 @@ class Bucket:
         `work` reads the answer's body, so one that breaks off is retried, too. A refusal raises UserError or ObjectChanged.
         """
         patience = patience or Patience()
-        place = f"{self.scheme}://{self.name} at {self.endpoint}"
+        store = f"{self.scheme}://{self.name} at {self.endpoint}"
         if operation != "list_objects":  # for which the key is used in messages only
             parameters["Key"] = key
         while True:
@@ -130,18 +137,18 @@ class Bucket:
                 answer = getattr(self.client, operation)(Bucket=self.name, **parameters)
                 result = work(answer) if work else answer
             except Exception as error:
-                asked = f"{operation} {one_line(self.url(key))} at {self.endpoint}"
-                if refusal := _refusal(error, asked):
+                request = f"{operation} {one_line(self.url(key))} at {self.endpoint}"
+                if refusal := _refusal(error, request):
                     raise refusal from None
-                if patience.failed(place, began):
-                    longer = ", with a larger --patience to wait longer" if patience.has_option else ""
+                if patience.failed(store, began):
+                    hint = ", with a larger --patience to wait longer" if patience.has_option else ""
                     raise TrainingFailed(
-                        f"{asked}: no good answer for {patience.seconds:.0f} s, the last was: {describe(error)}; "
-                        f"start again to go on{longer}"
+                        f"{request}: no good answer for {patience.seconds:.0f} s, the last was: {describe(error)}; "
+                        f"start again to go on{hint}"
                     ) from None
-                patience.pause(place, self.say, f"{asked}: {describe(error)}")
+                patience.pause(store, self.say, f"{request}: {describe(error)}")
             else:
-                patience.succeeded(place, self.say)
+                patience.succeeded(store, self.say)
                 return result
 
 
@@ -155,8 +162,8 @@ def encryption(url: str) -> Optional[str]:
         return None
 
 
-def read_seconds() -> float:
-    """Return the seconds without a byte after which boto3 ends an attempt; obstore has so many for a whole request."""
+def read_timeout() -> float:
+    """Return the seconds without a byte that boto3 allows, and obstore for a whole request."""
     return min(10.0, time_limit.limit() / 10)
 
 
@@ -164,7 +171,7 @@ def read_seconds() -> float:
 
 
 def _client(scheme: str) -> tuple[Any, Settings]:
-    """Return (boto3 client, the settings that it was made with)"""
+    """Return a boto3 client for a store, and the settings that it was made with."""
     try:
         import boto3
         from botocore.config import Config
@@ -175,13 +182,18 @@ def _client(scheme: str) -> tuple[Any, Settings]:
         ) from None
     session = boto3.Session()
     endpoint, region = settings(scheme, os.environ, session.region_name)
-    style = "path" if endpoint and _is_plain_host(endpoint) else "virtual" if scheme in ENDPOINTS else "auto"
+    if endpoint and _is_plain_host(endpoint):
+        style = "path"
+    elif scheme in ENDPOINTS:
+        style = "virtual"
+    else:
+        style = "auto"
     config = {
         "signature_version": "s3v4",
         "s3": {"addressing_style": style},
         "retries": {"total_max_attempts": 1},
-        "connect_timeout": read_seconds() / 2,
-        "read_timeout": read_seconds(),
+        "connect_timeout": read_timeout() / 2,
+        "read_timeout": read_timeout(),
         "max_pool_connections": 2 * THREADS,
         "user_agent_extra": "anyrank",
     }
@@ -230,15 +242,15 @@ def describe(error: Exception) -> str:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
         return one_line(f"{status} {response['Error'].get('Code', '')}")[:200]
     kind = type(error).__name__
-    known = {
-        "EndpointConnectionError": "no connection", "ConnectTimeoutError": f"no connection within {read_seconds() / 2:g} s",
-        "ReadTimeoutError": f"no byte for {read_seconds():g} s", "ConnectionClosedError": "the connection was closed",
+    descriptions = {
+        "EndpointConnectionError": "no connection", "ConnectTimeoutError": f"no connection within {read_timeout() / 2:g} s",
+        "ReadTimeoutError": f"no byte for {read_timeout():g} s", "ConnectionClosedError": "the connection was closed",
         "IncompleteReadError": "the answer broke off", "ResponseStreamingError": "the answer broke off",
     }  # fmt: skip
-    return known.get(kind) or one_line(f"{kind}: {error}")[:200]
+    return descriptions.get(kind) or one_line(f"{kind}: {error}")[:200]
 
 
-def _refusal(error: Exception, asked: str) -> Optional[Exception]:
+def _refusal(error: Exception, request: str) -> Optional[Exception]:
     """Return the exception to raise for an error of the request `asked`, or None if trying again may help."""
     import urllib3.exceptions
     from botocore import exceptions
@@ -255,16 +267,16 @@ def _refusal(error: Exception, asked: str) -> Optional[Exception]:
             return None
         remedy = REMEDIES.get(code) or REMEDIES.get({403: "AccessDenied", 404: "NoSuchKey"}.get(status, ""))
         message = remedy or one_line(error.response["Error"].get("Message", ""))[:200]
-        return UserError(f"{asked} answered {describe(error)}: {message}")
+        return UserError(f"{request} answered {describe(error)}: {message}")
     if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
-        return UserError(f"{asked}: there is no credential: {KEYS}")
+        return UserError(f"{request}: there is no credential: {KEYS}")
     if isinstance(error, exceptions.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-        not_followed = "; S3_VERIFY_SSL=0 is not followed" if os.environ.get("S3_VERIFY_SSL") == "0" else ""
-        return UserError(f"{asked}: the store's certificate cannot be verified: {CERTIFICATE}{not_followed}")
+        hint = "; S3_VERIFY_SSL=0 is not followed" if os.environ.get("S3_VERIFY_SSL") == "0" else ""
+        return UserError(f"{request}: the store's certificate cannot be verified: {CERTIFICATE}{hint}")
     temporary = (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError, ResponseParserError,
                urllib3.exceptions.HTTPError, OSError)  # fmt: skip
     if isinstance(error, temporary):
         return None
     if isinstance(error, (exceptions.BotoCoreError, ValueError)):  # a profile, region or name that is not valid
-        return UserError(f"{asked}: {one_line(error)[:300]}")
+        return UserError(f"{request}: {one_line(error)[:300]}")
     return error

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from typing import Any, Callable, Optional
 
 from common.alive.patience import Patience, Say
-from common.errors import TrainingFailed, UserError, naming_what_is_in_the_way, of_a_file, one_line
+from common.errors import TrainingFailed, UserError, file_error, one_line, raising_path_conflict
 from common.files import create, refuse_link
 from common.progress import Progress, Tell
 from common.storage import etag, index, listing, obstore
@@ -27,7 +27,7 @@ CHUNK = 1 << 20  # bytes that are received, written and hashed at a time: few en
 AHEAD = 8  # concurrent parts of an object
 LARGE_AT_A_TIME = 4  # concurrent large objects
 BATCH = 32  # small objects per task
-DAMAGED = 8  # attempts after which an object that arrives with wrong bytes, or changes each time, counts as damaged
+MAX_ATTEMPTS = 8  # attempts after which an object that arrives with wrong bytes, or changes each time, counts as damaged
 
 
 def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print, only: Optional[Collection[str]] = None) -> None:
@@ -36,26 +36,26 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print, 
     `only`: names in the folder; other objects are not fetched.
     """
     bucket = Bucket(url, say)
-    with naming_what_is_in_the_way(folder):
+    with raising_path_conflict(folder):
         os.makedirs(folder, exist_ok=True)
-    with contextlib.closing(Index(folder)) as known:
-        there = listing.everything(bucket, tell)
-        wanted = there if only is None else [item for item in there if bucket.relative(item.key) in only]
-        items = listing.named(bucket, wanted)
-        for name in known.names() - items.keys() - {bucket.relative(item.key) for item in there}:
-            known.remove(name)
-        missing = {name: item for name, item in items.items() if not known.has(name, item)}
+    with contextlib.closing(Index(folder)) as file_index:
+        objects = listing.list_objects(bucket, tell)
+        selected = objects if only is None else [item for item in objects if bucket.relative(item.key) in only]
+        items = listing.items_by_path(bucket, selected)
+        for name in file_index.names() - items.keys() - {bucket.relative(item.key) for item in objects}:
+            file_index.remove(name)
+        missing = {name: item for name, item in items.items() if not file_index.has(name, item)}
         if not missing:
             say(f"{folder} has all {len(items)} objects of {one_line(url)}")
             return
         listing.require_space(folder, missing)
         with _progress(url, missing, tell) as progress:
-            transfer = Transfer(bucket, folder, known, progress)
+            transfer = Transfer(bucket, folder, file_index, progress)
             transfer.run(missing)
-        gone = [name for name in items if not known.has(name)]
-        if gone:
+        lost = [name for name in items if not file_index.has(name)]
+        if lost:
             raise TrainingFailed(
-                f"{len(gone)} of {len(items)} objects of {url} are not in {folder}, the first is {one_line(gone[0])}: another "
+                f"{len(lost)} of {len(items)} objects of {url} are not in {folder}, the first is {one_line(lost[0])}: another "
                 "program changes this folder, or its disk takes two names for one; start again when neither does"
             )
     unsure = f", {transfer.by_size} of them by size alone (the store gives no digest)" if transfer.by_size else ""
@@ -65,17 +65,17 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print, 
 
 
 def fetch_items(
-    bucket: Bucket, items: dict[str, Item], folder: str, remembered: bool = False, tell: Optional[Tell] = None
+    bucket: Bucket, items: dict[str, Item], folder: str, keeps_index: bool = False, tell: Optional[Tell] = None
 ) -> None:
-    """Fetch {name: item} as files of `folder`. `remembered`: keep a record of them there, and skip files that are current."""
+    """Fetch {name: item} as files of `folder`. `remembered`: keep an index there, skip current files."""
     with contextlib.ExitStack() as stack:
-        known = stack.enter_context(contextlib.closing(Index(folder))) if remembered else None
-        missing = {name: item for name, item in items.items() if known is None or not known.has(name, item)}
+        file_index = stack.enter_context(contextlib.closing(Index(folder))) if keeps_index else None
+        missing = {name: item for name, item in items.items() if file_index is None or not file_index.has(name, item)}
         if missing:
             with _progress(bucket.url(bucket.prefix), missing, tell) as progress:
-                Transfer(bucket, folder, known, progress).run(missing)
+                Transfer(bucket, folder, file_index, progress).run(missing)
     with contextlib.suppress(OSError):  # the index is there, or another fetch has its notes there
-        os.rmdir(index.notes(folder))
+        os.rmdir(index.make_records_folder(folder))
 
 
 def _progress(url: str, items: dict[str, Item], tell: Optional[Tell] = None) -> Progress:
@@ -89,12 +89,12 @@ class Damaged(TrainingFailed):
 class Transfer:
     """Fetches objects with many concurrent requests; the first failure that lasts stops all of them."""
 
-    def __init__(self, bucket: Bucket, folder: str, known: Optional[Index], progress: Progress) -> None:
+    def __init__(self, bucket: Bucket, folder: str, file_index: Optional[Index], progress: Progress) -> None:
         self._bucket = bucket
         self._folder = folder
-        self._index = known
+        self._index = file_index
         self._progress = progress
-        index.notes(folder)
+        index.make_records_folder(folder)
         self._ranges = Ranges(bucket, Patience())
         self._patience = self._ranges.patience
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
@@ -107,40 +107,41 @@ class Transfer:
     def run(self, items: dict[str, Item]) -> None:
         """Fetch {name: item}: large objects in parts, a few objects at a time, and small objects meanwhile, in batches."""
         small = [pair for pair in items.items() if pair[1].size <= PART]
-        size = max(1, min(BATCH, len(small) // (4 * THREADS)))
-        batches = [small[begin : begin + size] for begin in range(0, len(small), size)]
-        with ThreadPoolExecutor(LARGE_AT_A_TIME, thread_name_prefix="large object") as objects:
+        batch_size = max(1, min(BATCH, len(small) // (4 * THREADS)))
+        batches = [small[begin : begin + batch_size] for begin in range(0, len(small), batch_size)]
+        with ThreadPoolExecutor(LARGE_AT_A_TIME, thread_name_prefix="large object") as executor:
             try:
-                tasks = [objects.submit(self._large, *pair) for pair in items.items() if pair[1].size > PART]
-                tasks += [self._requests.submit(self._batch, batch) for batch in batches]
+                tasks = [executor.submit(self._fetch_large, *pair) for pair in items.items() if pair[1].size > PART]
+                tasks += [self._requests.submit(self._fetch_batch, batch) for batch in batches]
                 for task in as_completed(tasks):
                     task.result()
-                for task in [objects.submit(self._large, *pair) for pair in self._grown]:
+                for task in [executor.submit(self._fetch_large, *pair) for pair in self._grown]:
                     task.result()
             except OSError as error:
-                place = error.filename2 or error.filename or self._folder
-                what = "a file belongs there: move it away" if isinstance(error, IsADirectoryError) else "mend that"
-                raise of_a_file(error, f"cannot write to {one_line(place)}: {one_line(error.strerror)}; {what}") from None
+                path = error.filename2 or error.filename or self._folder
+                advice = "a file belongs there: move it away" if isinstance(error, IsADirectoryError) else "mend that"
+                raise file_error(error, f"cannot write to {one_line(path)}: {one_line(error.strerror)}; {advice}") from None
             finally:
                 self._patience.give_up()
                 self._requests.shutdown(cancel_futures=True)
-                objects.shutdown(cancel_futures=True)
+                executor.shutdown(cancel_futures=True)
 
     # --- Small objects: one request each ---
 
-    def _batch(self, batch: list[tuple[str, Item]]) -> None:
+    def _fetch_batch(self, batch: list[tuple[str, Item]]) -> None:
         for name, item in batch:
-            self._small(name, item)
+            self._fetch_small(name, item)
 
-    def _small(self, name: str, item: Item) -> None:
-        path = self._prepare_place(name)
-        if self._adopt_if_there(name, item):
+    def _fetch_small(self, name: str, item: Item) -> None:
+        """Fetch an object in one request, again while its bytes are wrong or it changes."""
+        path = self._prepare_path(name)
+        if self._adopt_existing(name, item):
             return
-        for _ in range(DAMAGED):
+        for _ in range(MAX_ATTEMPTS):
             try:
                 content, digest = self._read_small(item)
             except ObjectChanged:
-                item = self._as_it_is_now(item)
+                item = self._current_item(item)
                 if item.size > PART:
                     self._grown.append((name, item))
                     return
@@ -152,12 +153,12 @@ class Transfer:
                 self._progress.add(1, item.size)
                 return
             self._fast_reader = None  # boto3's answer also says whether the object is encrypted
-        raise self._damaged(item)
+        raise self._damaged_error(item)
 
     def _read_small(self, item: Item) -> tuple[Any, Optional[str]]:
         """Return (bytes, the MD5 that they should have, or None if it is not known)."""
         digest = None if "-" in (item.digest or "-") else item.digest
-        content = self._fast_reader.whole(item) if self._fast_reader and digest else None
+        content = self._fast_reader.read_whole(item) if self._fast_reader and digest else None
         if content is not None:
             self._patience.succeeded()
             return content, digest
@@ -169,66 +170,67 @@ class Transfer:
 
     # --- Large objects: parts that are fetched in parallel and hashed in order ---
 
-    def _large(self, name: str, item: Item) -> None:
-        path = self._prepare_place(name)
-        if self._adopt_if_there(name, item):
+    def _fetch_large(self, name: str, item: Item) -> None:
+        """Fetch an object in parts, again while its bytes are wrong or it changes."""
+        path = self._prepare_path(name)
+        if self._adopt_existing(name, item):
             return
-        seen: set[str] = set()
-        for _ in range(DAMAGED):
+        previous_digests: set[str] = set()
+        for _ in range(MAX_ATTEMPTS):
             try:
-                verified = self._attempt(path, item, seen)
+                is_verified = self._fetch_parts(path, item, previous_digests)
             except ObjectChanged:
-                item = self._as_it_is_now(item)
+                item = self._current_item(item)
                 continue
-            if verified is not False:
-                self._finish(name, item, verified)
+            if is_verified is not False:
+                self._finish(name, item, is_verified)
                 os.unlink(f"{path}.part.json")
                 self._progress.add(1)
                 return
-        raise self._damaged(item)
+        raise self._damaged_error(item)
 
-    def _attempt(self, path: str, item: Item, seen: set[str]) -> Optional[bool]:
+    def _fetch_parts(self, path: str, item: Item, previous_digests: set[str]) -> Optional[bool]:
         """Fetch the object into PATH.part; return whether its bytes match its digest, or None if they cannot be checked.
 
-        `seen`: the digests of earlier attempts, by a guessed part size. The same one again: it is the guess that is wrong.
+        `seen`: digests of earlier attempts, by a guessed part size; if one comes again, the guess is wrong.
         """
         parts = Parts(path, item, PART)
-        hasher = self._hasher(item)
-        ahead: collections.deque[Future[Optional[etag.Crc]]] = collections.deque()
+        hasher = self._make_hasher(item)
+        pending: collections.deque[Future[Optional[etag.Crc]]] = collections.deque()
         try:
             for number in range(parts.count + AHEAD):
                 if number < parts.count:
-                    ahead.append(self._requests.submit(self._part, parts, item, number, hasher.crc_of_next_piece()))
+                    pending.append(self._requests.submit(self._fetch_part, parts, item, number, hasher.crc_of_next_piece()))
                 if number >= AHEAD:
-                    if checksum := ahead.popleft().result():
+                    if checksum := pending.popleft().result():
                         hasher.add(checksum)
                         continue
                     for chunk in parts.chunks(number - AHEAD, CHUNK):
                         hasher.update(chunk)
         finally:
-            wait([task for task in ahead if not task.cancel()])  # tasks that could not be cancelled still write
+            wait([task for task in pending if not task.cancel()])  # tasks that could not be cancelled still write
             parts.close()
-        right = hasher.matches()
-        if right is False and hasher.guessed:
-            right = None if hasher.found in seen else False
-            seen.add(hasher.found)
-        if right is False:
+        matches = hasher.matches()
+        if matches is False and hasher.is_guessed:
+            matches = None if hasher.computed in previous_digests else False
+            previous_digests.add(hasher.computed)
+        if matches is False:
             parts.forget()
             self._progress.add(size=-item.size)
-        return right
+        return matches
 
-    def _part(self, parts: Parts, item: Item, number: int, checksum: Optional[etag.Crc]) -> Optional[etag.Crc]:
+    def _fetch_part(self, parts: Parts, item: Item, number: int, checksum: Optional[etag.Crc]) -> Optional[etag.Crc]:
         """Fetch a part unless it is there; return `checksum` updated with it, or None if it must be read again to be hashed."""
         begin = number * PART
         length = parts.length(number)
-        if number in parts.there:
+        if number in parts.fetched:
             self._progress.add(size=length, old=True)
             return None
 
-        def keep(place: int, piece: memoryview) -> None:
+        def keep(offset: int, piece: memoryview) -> None:
             if checksum:
                 checksum.update(piece)
-            parts.write(place, piece)
+            parts.write(offset, piece)
 
         if not self._ranges.stream(item, begin, length, keep):
             checksum = None  # it may have some of the pieces already
@@ -237,7 +239,7 @@ class Transfer:
         self._progress.add(size=length)
         return checksum
 
-    def _hasher(self, item: Item) -> etag.Hasher:
+    def _make_hasher(self, item: Item) -> etag.Hasher:
         """Return a hasher to compare bytes with the store's checksum, else with an ETag that is a digest, else with nothing."""
         answer = self._bucket.ask("head_object", item.key, self._patience, ChecksumMode="ENABLED")
         by_etag = None if etag.is_encrypted(answer) else item.digest
@@ -254,24 +256,24 @@ class Transfer:
             parameters["IfMatch"] = f'"{item.etag}"'
         return self._bucket.ask("get_object", item.key, self._patience, work=read, **parameters)
 
-    def _prepare_place(self, name: str) -> str:
+    def _prepare_path(self, name: str) -> str:
         """Make the folder of an object's file (no link may lead outside); return PATH of its unfinished file, PATH.part."""
         folder = os.path.dirname(os.path.join(self._folder, name))
         if folder not in self._folders:
             os.makedirs(folder, exist_ok=True)
-            inside = os.path.realpath(folder) + "/"
-            if not inside.startswith(os.path.realpath(self._folder) + "/"):
+            real_path = os.path.realpath(folder) + "/"
+            if not real_path.startswith(os.path.realpath(self._folder) + "/"):
                 refuse_link(folder)
                 raise UserError(f"{folder} leads out of {self._folder}, because a part of it is a link: delete it")
             self._folders.add(folder)
-        return index.unfinished(self._folder, name)
+        return index.unfinished_path(self._folder, name)
 
-    def _adopt_if_there(self, name: str, item: Item) -> bool:
+    def _adopt_existing(self, name: str, item: Item) -> bool:
         """If the file is there and its bytes match the object's digest, add it to the index; return whether it was added."""
         path = os.path.join(self._folder, name)
         if not self._index or not item.digest or not index.has_size(path, item.size):
             return False
-        hasher = self._hasher(item) if "-" in item.digest else etag.Hasher(item.digest, item.size, item.size)
+        hasher = self._make_hasher(item) if "-" in item.digest else etag.Hasher(item.digest, item.size, item.size)
         with open(path, "rb") as file:
             while content := file.read(CHUNK):
                 hasher.update(content)
@@ -283,18 +285,20 @@ class Transfer:
         return True
 
     def _finish(self, name: str, item: Item, verified: Optional[bool]) -> None:
-        os.replace(f"{index.unfinished(self._folder, name)}.part", os.path.join(self._folder, name))
+        """Give the complete file its name, and record it in the index."""
+        os.replace(f"{index.unfinished_path(self._folder, name)}.part", os.path.join(self._folder, name))
         if self._index:
             self._index.add(name, item)
-        self.by_size += not verified
+        if not verified:
+            self.by_size += 1
 
-    def _as_it_is_now(self, item: Item) -> Item:
+    def _current_item(self, item: Item) -> Item:
         """Ask the store for the object that has this key now, after `item` was replaced."""
         answer = self._bucket.ask("head_object", item.key, self._patience)
         return Item(item.key, answer["ContentLength"], answer["ETag"].strip('"'))
 
-    def _damaged(self, item: Item) -> Damaged:
+    def _damaged_error(self, item: Item) -> Damaged:
         return Damaged(
-            f"{one_line(self._bucket.url(item.key))} at {self._bucket.endpoint} arrived {DAMAGED} times with other bytes than "
-            f"the store says (ETag {one_line(item.etag)}), or changed as often: it is damaged there or on the way"
+            f"{one_line(self._bucket.url(item.key))} at {self._bucket.endpoint} arrived {MAX_ATTEMPTS} times with other bytes "
+            f"than the store says (ETag {one_line(item.etag)}), or changed as often: it is damaged there or on the way"
         )

@@ -29,7 +29,7 @@ class Crc:
         self._length = length
         self._combine = combine
         self._value = 0
-        self._seen = 0
+        self._byte_count = 0
 
     def crc_of_next_piece(self) -> "Optional[Crc]":
         """Return a new Crc for the next piece, to be given to add(); None if these CRCs cannot be combined."""
@@ -37,11 +37,12 @@ class Crc:
 
     def update(self, content: Any) -> None:
         self._value = self._compute(content, self._value)
-        self._seen = self._seen + len(content)
+        self._byte_count = self._byte_count + len(content)
 
     def add(self, following: "Crc") -> None:
+        """Continue with the bytes of which `following` is the CRC."""
         assert self._combine
-        self._value = self._combine(self._value, following._value, following._seen)
+        self._value = self._combine(self._value, following._value, following._byte_count)
 
     def digest(self) -> bytes:
         return self._value.to_bytes(self._length, "big")
@@ -54,9 +55,11 @@ def _checksums() -> dict[str, Callable[[], Any]]:
     try:
         from awscrt import checksums
 
-        of_two = {name: getattr(checksums, f"combine_{name}", None) for name in ("crc64nvme", "crc32c")}  # old ones lack them
-        makers["ChecksumCRC64NVME"] = lambda: Crc(checksums.crc64nvme, 8, of_two["crc64nvme"])
-        makers["ChecksumCRC32C"] = lambda: Crc(checksums.crc32c, 4, of_two["crc32c"])
+        combiners = {
+            name: getattr(checksums, f"combine_{name}", None) for name in ("crc64nvme", "crc32c")
+        }  # old ones lack them
+        makers["ChecksumCRC64NVME"] = lambda: Crc(checksums.crc64nvme, 8, combiners["crc64nvme"])
+        makers["ChecksumCRC32C"] = lambda: Crc(checksums.crc32c, 4, combiners["crc32c"])
     except ImportError:
         pass
     makers["ChecksumCRC32"] = lambda: Crc(zlib.crc32, 4)
@@ -65,12 +68,12 @@ def _checksums() -> dict[str, Callable[[], Any]]:
 
 def checksum(answer: Mapping[str, Any]) -> Optional[tuple[str, Callable[[], Any]]]:
     """Return the checksum in `answer`, in hex, with -N if it is of N parts, and a function that makes its hash; or None."""
-    of_parts = "-" in answer.get("ETag", "")
+    has_parts = "-" in answer.get("ETag", "")
     for name, make in _checksums().items():
-        found = re.fullmatch(r"([A-Za-z0-9+/]+={0,2})(-\d{1,5})?", answer.get(name) or "")
+        match = re.fullmatch(r"([A-Za-z0-9+/]+={0,2})(-\d{1,5})?", answer.get(name) or "")
         # Even without -N, the checksum of an object in parts may be a checksum of its parts' checksums.
-        if found and (found[2] or not of_parts or answer.get("ChecksumType") == "FULL_OBJECT" or name == "ChecksumCRC64NVME"):
-            return base64.b64decode(found[1] + "==").hex() + (found[2] or ""), make
+        if match and (match[2] or not has_parts or answer.get("ChecksumType") == "FULL_OBJECT" or name == "ChecksumCRC64NVME"):
+            return base64.b64decode(match[1] + "==").hex() + (match[2] or ""), make
     return None
 
 
@@ -80,45 +83,48 @@ class Hasher:
     def __init__(self, digest: Optional[str], size: int, part_size: int, make: Callable[[], Any] = hashlib.md5) -> None:
         """`digest`: in hex, with -N for N parts of `part_size` (guessed if it does not fit N); None: nothing is compared."""
         self._expected = digest
-        self._parts = int(digest.partition("-")[2] or 0) if digest else 0
-        self.guessed = bool(self._parts) and -(-size // part_size) != self._parts  # the store has not stated it
-        if self.guessed:
-            fitting = [candidate for candidate in PART_SIZES if -(-size // candidate) == self._parts]
+        self._part_count = int(digest.partition("-")[2] or 0) if digest else 0
+        self.is_guessed = bool(self._part_count) and -(-size // part_size) != self._part_count  # the store has not stated it
+        if self.is_guessed:
+            fitting = [candidate for candidate in PART_SIZES if -(-size // candidate) == self._part_count]
             part_size = fitting[0] if len(fitting) == 1 else 0
         self._part_size = part_size
         self._filled = 0
-        if self._parts and not part_size:
+        if self._part_count and not part_size:
             self._expected = None
-        self._make = make
-        self._whole = make()
-        self._part = make()
+        self._make_hash = make
+        self._hash = make()
+        self._part_hash = make()
 
     def crc_of_next_piece(self) -> Optional[Crc]:
         """Return a Crc to update with the next piece and to give to add(); None if the piece must be given to update()."""
-        follows = not self._parts and self._expected is not None and isinstance(self._whole, Crc)
-        return self._whole.crc_of_next_piece() if follows else None
+        can_combine = not self._part_count and self._expected is not None and isinstance(self._hash, Crc)
+        return self._hash.crc_of_next_piece() if can_combine else None
 
     def add(self, following: Crc) -> None:
-        self._whole.add(following)
+        """Continue with the bytes of which `following` is the CRC, in place of update()."""
+        self._hash.add(following)
 
     def update(self, content: Union[bytes, memoryview]) -> None:
+        """Hash the next bytes."""
         if self._expected is None:
             return
-        if not self._parts:
-            self._whole.update(content)
+        if not self._part_count:
+            self._hash.update(content)
             return
-        rest = memoryview(content)
-        while rest:
-            piece = rest[: self._part_size - self._filled]
-            self._part.update(piece)
+        remaining = memoryview(content)
+        while remaining:
+            piece = remaining[: self._part_size - self._filled]
+            self._part_hash.update(piece)
             self._filled += len(piece)
-            rest = rest[len(piece) :]
+            remaining = remaining[len(piece) :]
             if self._filled == self._part_size:
                 self._close_part()
 
     def _close_part(self):
-        self._whole.update(self._part.digest())
-        self._part = self._make()
+        """Add the digest of a complete part to the digest of the parts."""
+        self._hash.update(self._part_hash.digest())
+        self._part_hash = self._make_hash()
         self._filled = 0
 
     def matches(self) -> Optional[bool]:
@@ -127,5 +133,7 @@ class Hasher:
             return None
         if self._filled:
             self._close_part()
-        self.found = self._whole.digest().hex() + (f"-{self._parts}" if self._parts else "")
-        return self.found == self._expected
+        self.computed = self._hash.digest().hex()
+        if self._part_count:
+            self.computed += f"-{self._part_count}"
+        return self.computed == self._expected

@@ -18,13 +18,13 @@ from common import files
 from common.alive.patience import Patience, limit
 from common.errors import UserError, one_line
 from common.progress import Progress, Tell
-from common.secrets import mask, parts_of
+from common.secrets import mask, secret_parts
 from common.storage import index
 
 STALL_SECONDS = 15  # without a byte, after which a connection is opened again
 CHUNK = 1 << 20
 REFUSED_BY_PROXY = "Tunnel connection failed: 4"  # http.client's words for an answer of 400 to 499
-ELSEWHERE = "put it into OBS or another bucket, which a job without Internet reaches, and give that address"
+BUCKET_ADVICE = "put it into OBS or another bucket, which a job without Internet reaches, and give that address"
 
 
 def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[Tell] = None) -> None:
@@ -33,66 +33,70 @@ def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[T
     The checksum in a .gz or .tgz file is verified; also `sha256` or, without it, the length that the server states.
     """
     refuse_unsafe(url)
-    notes = index.notes(os.path.dirname(path))
+    records_folder = index.make_records_folder(os.path.dirname(path))
     try:
-        _fetch(url, path, os.path.join(notes, f"{os.path.basename(path)}.part"), sha256, tell)
+        _fetch(url, path, os.path.join(records_folder, f"{os.path.basename(path)}.part"), sha256, tell)
     finally:
         with contextlib.suppress(OSError):  # it holds a part, or the lock or notes of a fetch
-            os.rmdir(notes)
+            os.rmdir(records_folder)
 
 
 def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional[Tell]) -> None:
+    """Fetch `url` into the file `part`, verify it and rename it to `path`; retry temporary errors."""
     shown = one_line(url)
-    secret = parts_of(url)
+    secrets = secret_parts(url)
     if os.path.islink(part):
         os.unlink(part)
     patience = Patience(limit() / 20)  # a job without Internet should fail soon
     while True:
-        had = _size(part)
+        previous_size = _size(part)
         began = time.monotonic()
         try:
             _download(url, path, part, sha256 is None, tell)
             break
         except urllib.error.HTTPError as error:
-            if error.code == 416 and error.headers.get("Content-Range") == f"bytes */{had}":
+            if error.code == 416 and error.headers.get("Content-Range") == f"bytes */{previous_size}":
                 break
             if error.code == 416:  # the part is longer than the file, so it is of an older one
                 os.unlink(part)
             elif error.code < 500 and error.code != 429:
                 raise UserError(
-                    f"{shown} answered {error.code} {one_line(mask(error.reason, *secret))}; fetch it to {path}, or {ELSEWHERE}"
+                    f"{shown} answered {error.code} {one_line(mask(error.reason, *secrets))}; fetch it to {path}, or "
+                    f"{BUCKET_ADVICE}"
                 ) from None
             reason = error
         except (OSError, http.client.HTTPException) as error:
-            certificate = getattr(error, "reason", None)
-            if isinstance(certificate, ssl.SSLCertVerificationError):
+            cause = getattr(error, "reason", None)
+            if isinstance(cause, ssl.SSLCertVerificationError):
                 raise UserError(
-                    f"{shown}: the server's certificate cannot be verified ({certificate.verify_message}): give the file of "
-                    f"its authority as SSL_CERT_FILE, or fetch it to {path}, or {ELSEWHERE}"
+                    f"{shown}: the server's certificate cannot be verified ({cause.verify_message}): give the file of "
+                    f"its authority as SSL_CERT_FILE, or fetch it to {path}, or {BUCKET_ADVICE}"
                 ) from None
             reason = error
-        why = one_line(mask(reason, *secret))
+        message = one_line(mask(reason, *secrets))
         if proxy := _proxy(url):
-            why = f"{why}, through the proxy {proxy}"
-            if REFUSED_BY_PROXY in why:
-                raise UserError(f"{shown}: {why}: give another as https_proxy, or fetch it to {path}, or {ELSEWHERE}")
-        if _size(part) > had:
+            message = f"{message}, through the proxy {proxy}"
+            if REFUSED_BY_PROXY in message:
+                raise UserError(f"{shown}: {message}: give another as https_proxy, or fetch it to {path}, or {BUCKET_ADVICE}")
+        if _size(part) > previous_size:
             patience.succeeded(shown)
             patience.set_limit(limit(), blocks_training=True)
         if patience.failed(shown, began):
-            raise UserError(f"{shown} cannot be fetched: {why}; fetch it to {path}, or {ELSEWHERE}") from None
-        patience.pause(shown, print, f"{shown}: {why}")
+            raise UserError(f"{shown} cannot be fetched: {message}; fetch it to {path}, or {BUCKET_ADVICE}") from None
+        patience.pause(shown, print, f"{shown}: {message}")
     patience.succeeded(shown)
     digest = files.sha256(part) if sha256 else None
     if digest != sha256:
         os.unlink(part)
         raise UserError(
             f"{shown} has SHA-256 {digest}, expected {sha256}: it was damaged on the way, or replaced; "
-            f"start again, or fetch it to {path}, or {ELSEWHERE}"
+            f"start again, or fetch it to {path}, or {BUCKET_ADVICE}"
         )
-    if reason := path.endswith((".gz", ".tgz")) and _damage(part):
+    if path.endswith((".gz", ".tgz")) and (reason := _damage(part)):
         os.unlink(part)
-        raise UserError(f"{url} is no whole archive: {one_line(reason)}; start again, or fetch it to {path}, or {ELSEWHERE}")
+        raise UserError(
+            f"{url} is no whole archive: {one_line(reason)}; start again, or fetch it to {path}, or {BUCKET_ADVICE}"
+        )
     os.replace(part, path)
 
 
@@ -110,7 +114,7 @@ def is_replaced(url: str, path: str) -> bool:
     try:
         request = urllib.request.Request(url, method="HEAD")
         with urllib.request.build_opener(SafeRedirects).open(request, timeout=STALL_SECONDS) as answer:
-            return _is_younger(answer, path) or stated_length(url, answer) not in (None, os.path.getsize(path))
+            return _is_newer(answer, path) or stated_length(url, answer) not in (None, os.path.getsize(path))
     except (OSError, ValueError, TypeError, http.client.HTTPException, UserError):
         return False  # no Internet, or an address that can be requested only once
 
@@ -130,15 +134,17 @@ def refuse_unsafe(url: str) -> None:
     """Raise UserError unless `url` is an https:// address, or http:// of this machine, without a user or password."""
     try:
         parts = urllib.parse.urlsplit(url)
-        whole = bool(parts.hostname) and parts.port != 0 and url.isascii() and not re.search(r"[\s\0-\x1f\x7f]", url)
+        is_valid = bool(parts.hostname) and parts.port != 0 and url.isascii() and not re.search(r"[\s\0-\x1f\x7f]", url)
     except ValueError:  # an invalid port or IPv6 address
-        whole = False
-    if not whole:
+        is_valid = False
+    if not is_valid:
         raise UserError(f"{one_line(url)[:200]} is not an https:// address: give https://HOST/FILE, with %20 for a space")
     if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")):
         raise UserError(f"{one_line(url)[:200]} is not an https:// address")
     if "@" in parts.netloc:
-        raise UserError(f"{one_line(url)[:200]} holds a user or a password, which is not sent: fetch the file, and {ELSEWHERE}")
+        raise UserError(
+            f"{one_line(url)[:200]} holds a user or a password, which is not sent: fetch the file, and {BUCKET_ADVICE}"
+        )
 
 
 class SafeRedirects(urllib.request.HTTPRedirectHandler):
@@ -151,7 +157,7 @@ class SafeRedirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _is_younger(answer: http.client.HTTPResponse, path: str) -> bool:
+def _is_newer(answer: http.client.HTTPResponse, path: str) -> bool:
     """Whether the server says that its file was changed after the local one; False if it does not say when."""
     with contextlib.suppress(ValueError, TypeError):
         return email.utils.parsedate_to_datetime(answer.headers["Last-Modified"]).timestamp() > os.path.getmtime(path)
@@ -162,38 +168,38 @@ def stated_length(url: str, answer: http.client.HTTPResponse) -> Optional[int]:
     """Return the length that an answer states, or None. UserError for an invalid length, or a web page in place of a file."""
     if answer.headers.get_content_type() == "text/html" and not re.search(r"\.html?$", urllib.parse.urlsplit(url).path):
         raise UserError(
-            f"{url} answered with a page in place of the file: open it in a browser, fetch the file, and {ELSEWHERE}"
+            f"{url} answered with a page in place of the file: open it in a browser, fetch the file, and {BUCKET_ADVICE}"
         )
     length = answer.headers.get("Content-Length")
     if length is not None and not re.fullmatch(r"[0-9]{1,18}", length):
-        raise UserError(f"{url} states the length {length[:40]!r}, which is none: fetch the file, and {ELSEWHERE}")
+        raise UserError(f"{url} states the length {length[:40]!r}, which is none: fetch the file, and {BUCKET_ADVICE}")
     return None if length is None else int(length)
 
 
 def _download(url: str, path: str, part: str, needs_length: bool, tell: Optional[Tell]) -> None:
-    """Append the missing bytes of `url` to `part`, or write it anew if the server sends the whole file."""
-    have = _size(part)
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    """Append the missing bytes of `url` to `part`, or rewrite it if the server sends the whole file."""
+    offset = _size(part)
+    request = urllib.request.Request(url, headers={"Range": f"bytes={offset}-"} if offset else {})
     with urllib.request.build_opener(SafeRedirects).open(request, timeout=STALL_SECONDS) as answer:
         if answer.status != 206:
-            have = 0  # the server gives the whole file
-        elif not (answer.headers.get("Content-Range") or "").startswith(f"bytes {have}-"):
+            offset = 0  # the server gives the whole file
+        elif not (answer.headers.get("Content-Range") or "").startswith(f"bytes {offset}-"):
             os.unlink(part)
             raise ConnectionError("the server answered with another part than was asked for")
-        elif _is_younger(answer, part):
+        elif _is_newer(answer, part):
             os.unlink(part)
             raise ConnectionError("the file was replaced on the server since the first part was fetched")
         length = stated_length(url, answer)
-        total = None if length is None else have + length
+        total = None if length is None else offset + length
         if total is None and needs_length:
-            unknown = f"{one_line(url)} does not state its length, so it cannot be verified"
-            raise UserError(f"{unknown}; fetch it to {path}, or {ELSEWHERE}")
+            problem = f"{one_line(url)} does not state its length, so it cannot be verified"
+            raise UserError(f"{problem}; fetch it to {path}, or {BUCKET_ADVICE}")
         with (
-            open(part, "r+b") if have else files.create(part) as file,
+            open(part, "r+b") if offset else files.create(part) as file,
             Progress(f"fetching {url}", total_bytes=total, tell=tell) as progress,
         ):
-            file.seek(have)
-            progress.add(size=have, old=True)
+            file.seek(offset)
+            progress.add(size=offset, old=True)
             while chunk := answer.read(CHUNK):
                 file.write(chunk)
                 progress.add(size=len(chunk))

@@ -4,7 +4,7 @@ import datetime
 import functools
 from typing import Any, Callable, Optional
 
-from common.storage.bucket import Bucket, read_seconds
+from common.storage.bucket import Bucket, read_timeout
 from common.storage.item import Item
 
 PIECE = 1 << 18  # bytes: they are still in the processor's cache when they are written
@@ -16,29 +16,32 @@ class Reader:
     def __init__(self, get: Callable[..., Any]) -> None:
         self._get = get
 
-    def whole(self, item: Item) -> Any:
+    def read_whole(self, item: Item) -> Any:
         """Return an object's bytes, in obstore's buffer; None if the request fails or the object has changed."""
         try:
             answer = self._get(item.key)
-            return answer.bytes() if _is_of(answer, item) else None
+            if _has_etag_of(answer, item):
+                return answer.bytes()
         except Exception:
             return None
+        return None
 
-    def part(self, item: Item, begin: int, length: int, write: Callable[[int, memoryview], None]) -> bool:
-        """Read a part and give it to `write(place, bytes)`, piece by piece. Return whether all of it came."""
-        have = 0
+    def read_part(self, item: Item, begin: int, length: int, write: Callable[[int, memoryview], None]) -> bool:
+        """Read a part and call `write(offset, piece)` with its pieces; return whether all of it was read."""
+        received = 0
         try:
             answer = self._get(item.key, options={"range": (begin, begin + length)})
-            for piece in answer.stream(min_chunk_size=PIECE) if _is_of(answer, item) else ():
-                if have + len(piece) <= length:
-                    write(begin + have, memoryview(piece))
-                have += len(piece)
+            if _has_etag_of(answer, item):
+                for piece in answer.stream(min_chunk_size=PIECE):
+                    if received + len(piece) <= length:
+                        write(begin + received, memoryview(piece))
+                    received += len(piece)
         except Exception:
             return False
-        return have == length
+        return received == length
 
 
-def _is_of(answer: Any, item: Item) -> bool:
+def _has_etag_of(answer: Any, item: Item) -> bool:
     return (answer.meta["e_tag"] or "").strip('"') == item.etag
 
 
@@ -67,7 +70,7 @@ def reader(bucket: Bucket) -> Optional[Reader]:
             bucket.name, endpoint=endpoint, region=settings.region, credential_provider=credential,
             virtual_hosted_style_request=virtual,
             client_options={
-                "allow_http": True, "connect_timeout": f"{read_seconds() / 2:g}s", "timeout": f"{read_seconds():g}s",
+                "allow_http": True, "connect_timeout": f"{read_timeout() / 2:g}s", "timeout": f"{read_timeout():g}s",
             },
             retry_config={"max_retries": 0},
         )  # fmt: skip

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from typing import Any, Callable
 
 from common.alive import heartbeat
-from common.errors import TrainingFailed, UserError, naming_what_is_in_the_way, one_line
+from common.errors import TrainingFailed, UserError, one_line, raising_path_conflict
 from common.files import refuse_link
 from common.progress import TELL_SECONDS, Waiting
 from common.secrets import mask
 
 POLL_SECONDS = 0.1
-LOOKERS_SECONDS = 10  # most that is waited for processes that only look at a lock: each of them lets go at once
-RETRY_SECONDS = 0.05  # most between two tries to take it
+CHECK_SECONDS = 10  # the longest wait for processes that only check a lock, and release it at once
+RETRY_SECONDS = 0.05  # the longest pause between two attempts to take it
 RANDOM = random.SystemRandom()  # not the generator from which a training draws
 
 
@@ -32,36 +32,37 @@ class Lease:
     def __init__(self, file: int) -> None:
         self._file = file
         self.pulse = heartbeat.of_this_process()
-        self._told = 0.0
+        self._reported_at = 0.0
 
     def tell(self, text: str, progress: int = 0) -> None:
         """Report how far the work is, at most once a second; `progress` must change as long as the work goes on."""
         now = time.monotonic()
-        if now - self._told > TELL_SECONDS:
-            self._told = now
+        if now - self._reported_at > TELL_SECONDS:
+            self._reported_at = now
             self.pulse.set("fetch", progress)
             self.write(state="working", text=text)
 
-    def write(self, **words: object) -> None:
-        content = json.dumps({**words, "at": time.monotonic(), "boot": boot_id()}).encode().ljust(512)
+    def write(self, **fields: object) -> None:
+        """Write the note: `words` as JSON, with the time and the boot of the machine."""
+        content = json.dumps({**fields, "at": time.monotonic(), "boot": boot_id()}).encode().ljust(512)
         os.pwrite(self._file, content, 0)
         os.ftruncate(self._file, len(content))
 
 
-def once_per_node(path: str, work: Callable[[Lease], object], what: str = "") -> None:
+def once_per_node(path: str, work: Callable[[Lease], object], request: str = "") -> None:
     """Call `work(lease)` in the process of a node that locks PATH.lock; others wait and raise its error, or work if it dies.
 
-    `what`: those that want something else under the same lock do their own work afterwards.
+    `what`: an id of the work; a process whose id differs does its own work afterwards, under the same lock.
     """
     began = time.monotonic()
     folder = os.path.dirname(os.path.abspath(path))
-    with naming_what_is_in_the_way(folder):
+    with raising_path_conflict(folder):
         os.makedirs(folder, exist_ok=True)
-    file = _lockable(path)
+    file = _open_lock_file(path)
     lease = Lease(file)
     try:
         note = _wait(lease, file, path, began)
-        if note.get("what", "") != what:
+        if note.get("what", "") != request:
             note = {}
         if note.get("state") == "failed":
             raise UserError(note["text"]) if note.get("code") == 2 else TrainingFailed(note["text"])
@@ -71,9 +72,9 @@ def once_per_node(path: str, work: Callable[[Lease], object], what: str = "") ->
         try:
             work(lease)
         except (UserError, TrainingFailed) as error:
-            lease.write(state="failed", what=what, text=mask(error)[:2000], code=error.exit_code)
+            lease.write(state="failed", what=request, text=mask(error)[:2000], code=error.exit_code)
             raise
-        lease.write(state="done", what=what)
+        lease.write(state="done", what=request)
     finally:
         lease.pulse.set("start", 0)
         os.close(file)
@@ -91,9 +92,9 @@ def locked(path: str, refusal: str) -> Iterator[None]:
 @contextlib.contextmanager
 def if_free(path: str) -> Iterator[bool]:
     """Hold the lock of `path` during the block, which is given True; or False, if another process holds it."""
-    file = _lockable(path)
+    file = _open_lock_file(path)
     try:
-        yield _take_after_lookers(file)
+        yield _try_lock(file)
     finally:
         os.close(file)
 
@@ -101,7 +102,7 @@ def if_free(path: str) -> Iterator[bool]:
 @contextlib.contextmanager
 def when_free(path: str, goes_on: Callable[[], bool]) -> Iterator[bool]:
     """Hold the lock of `path` during the block, which is given True; or False, if goes_on() ended before the lock was free."""
-    file = _lockable(path)
+    file = _open_lock_file(path)
     try:
         while goes_on():
             if _lock(file, fcntl.LOCK_EX):
@@ -115,19 +116,19 @@ def when_free(path: str, goes_on: Callable[[], bool]) -> Iterator[bool]:
 
 def is_free(path: str) -> bool:
     """Whether no process holds the lock of `path`. Others may ask at the same time, and do not take each other for holders."""
-    file = _lockable(path)
+    file = _open_lock_file(path)
     try:
-        free = _lock(file, fcntl.LOCK_SH)
+        was_free = _lock(file, fcntl.LOCK_SH)
         fcntl.flock(file, fcntl.LOCK_UN)  # at once, also if a process that was forked meanwhile has the file open
-        return free
+        return was_free
     finally:
         os.close(file)
 
 
-def _lockable(path: str) -> int:
+def _open_lock_file(path: str) -> int:
     """Open the file to lock: PATH.lock, or a file in this machine's temporary folder if the disk of PATH has no locks."""
     refuse_link(f"{path}.lock")
-    with naming_what_is_in_the_way(f"{path}.lock"):
+    with raising_path_conflict(f"{path}.lock"):
         file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         if _lock(file, fcntl.LOCK_SH):
@@ -136,20 +137,20 @@ def _lockable(path: str) -> int:
     except OSError:
         os.close(file)
         name = hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()[:16]
-        elsewhere = os.path.join(tempfile.gettempdir(), f"anyrank-{os.getuid()}-{name}.lock")
-        return os.open(elsewhere, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fallback_path = os.path.join(tempfile.gettempdir(), f"anyrank-{os.getuid()}-{name}.lock")
+        return os.open(fallback_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 def _wait(lease: Lease, file: int, path: str, began: float) -> dict[str, Any]:
     """Wait for the lease and take it. Return the last owner's note if it is newer than `began` (time.monotonic), else {}."""
     waiting = Waiting()
     while not _lock(file, fcntl.LOCK_EX):
-        note = _read(file)
+        note = _read_note(file)
         lease.pulse.set("fetch", int(note.get("at", 0)))  # so this process counts as stuck only if the owner is
         if waiting.takes_line():
             print(f"waiting for another process of this node: {one_line(note.get('text', path))}", flush=True)
         time.sleep(POLL_SECONDS)
-    note = _read(file)
+    note = _read_note(file)
     return note if note.get("boot") == boot_id() and note.get("at", 0) > began else {}
 
 
@@ -160,12 +161,12 @@ def boot_id() -> str:
     return ""
 
 
-def _take_after_lookers(file: int) -> bool:
-    """Take the lock unless another process holds it: at once, or when those that only look at it (is_free) have let go."""
-    deadline = time.monotonic() + LOOKERS_SECONDS
+def _try_lock(file: int) -> bool:
+    """Take the lock unless another process holds it; wait for processes that only check it (is_free)."""
+    deadline = time.monotonic() + CHECK_SECONDS
     while not _lock(file, fcntl.LOCK_EX):
-        held = not _lock(file, fcntl.LOCK_SH)
-        if held or time.monotonic() > deadline:
+        is_held = not _lock(file, fcntl.LOCK_SH)
+        if is_held or time.monotonic() > deadline:
             return False
         fcntl.flock(file, fcntl.LOCK_UN)
         time.sleep(RETRY_SECONDS * RANDOM.random())
@@ -173,6 +174,7 @@ def _take_after_lookers(file: int) -> bool:
 
 
 def _lock(file: int, kind: int) -> bool:
+    """Take the lock (fcntl.LOCK_EX or LOCK_SH) without waiting; return whether that worked."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -180,7 +182,8 @@ def _lock(file: int, kind: int) -> bool:
     return True
 
 
-def _read(file: int) -> dict[str, Any]:
+def _read_note(file: int) -> dict[str, Any]:
+    """Return the note in the lock file; {} if there is none or it is damaged."""
     with contextlib.suppress(ValueError, OSError, TypeError, KeyError, RecursionError):  # the file may hold anything
         note = json.loads(os.pread(file, 8192, 0))
         return note if 0 <= note["at"] < 1e15 else {}

@@ -17,14 +17,14 @@ class Ranges:
     def __init__(self, bucket: Bucket, patience: Patience) -> None:
         self._bucket = bucket
         self.patience = patience
-        self._fast = obstore.reader(bucket)
+        self._fast_reader = obstore.reader(bucket)
         self._slow_until = 0.0
         self._slow_seconds = SLOW_SECONDS
 
     @property
     def threads(self) -> int:
         """How many concurrent requests are of use: boto3 keeps 32 connections."""
-        return 64 if self._fast else 32
+        return 64 if self._fast_reader else 32
 
     def read(self, item: Item, begin: int, length: int) -> bytes:
         """Return a part of the object; ObjectChanged if there is another one under its key by now."""
@@ -34,13 +34,14 @@ class Ranges:
         return self.read_slowly(item, begin, length)
 
     def stream(self, item: Item, begin: int, length: int, keep: Callable[[int, memoryview], None]) -> bool:
-        """Call keep(place, piece) with a part's pieces in order, by obstore. Return whether all came; else read_slowly() must.
+        """Read a part with obstore, call keep(offset, piece) in order, and return whether all was read.
 
-        It is left out for a while after a failure, as it has one time limit for a whole part, which a slow line exceeds.
+        If not, call read_slowly(). After a failure, obstore is not used for a while: its time limit is for
+        a whole part, which a slow connection exceeds.
         """
-        if not self._fast or time.monotonic() <= self._slow_until:
+        if not self._fast_reader or time.monotonic() <= self._slow_until:
             return False
-        if self._fast.part(item, begin, length, keep):
+        if self._fast_reader.read_part(item, begin, length, keep):
             self.patience.succeeded()
             return True
         if time.monotonic() > self._slow_until:  # no other thread has noticed it
@@ -52,14 +53,14 @@ class Ranges:
         """Return a part of the object, read with boto3."""
 
         def read(answer: Any) -> bytes:
-            whole = str(answer.get("ContentRange", "")).rpartition("/")[2]
-            if whole.isdigit() and int(whole) < begin + length:
+            total_size = str(answer.get("ContentRange", "")).rpartition("/")[2]
+            if total_size.isdigit() and int(total_size) < begin + length:
                 raise ObjectChanged
             if answer["ContentLength"] != length:
                 answer["Body"].close()
                 raise ConnectionError("the answer has another length than was asked for")
             return answer["Body"].read()
 
-        same = {"IfMatch": f'"{item.etag}"'} if item.etag else {}
-        which = {"Range": f"bytes={begin}-{begin + length - 1}", **same}
-        return self._bucket.ask("get_object", item.key, self.patience, work=read, **which)
+        condition = {"IfMatch": f'"{item.etag}"'} if item.etag else {}
+        parameters = {"Range": f"bytes={begin}-{begin + length - 1}", **condition}
+        return self._bucket.ask("get_object", item.key, self.patience, work=read, **parameters)

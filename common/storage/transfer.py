@@ -14,7 +14,7 @@ from typing import Optional
 from common import files
 from common.address import INPUT_DIR, is_address, is_bucket, is_fetchable_name, local_folder
 from common.alive.patience import Say
-from common.errors import UserError, of_a_file, one_line
+from common.errors import UserError, file_error, one_line
 
 
 def fetch(
@@ -22,7 +22,7 @@ def fetch(
 ) -> str:
     """Fetch what `url` names, once per node, to `folder` or a subfolder of `inputs`; return this, or `url` if it is a path.
 
-    `only`: paths below a bucket's `url`; of its objects those that are among them are fetched, and no others.
+    `only`: paths below a bucket's `url`; no other objects are fetched.
     """
     if not is_address(url):
         return url
@@ -35,24 +35,30 @@ def fetch(
         if is_bucket(url):
             from common.storage import download
 
-            lease = os.path.join(index.notes(folder), "fetch")
-            what = "" if only is None else hashlib.sha256("\n".join(sorted(only)).encode()).hexdigest()
-            once.once_per_node(lease, lambda held: download.fetch(url, folder, held.tell, say, only), what)
+            lock_path = os.path.join(index.make_records_folder(folder), "fetch")
+            request = ""
+            if only is not None:
+                request = hashlib.sha256("\n".join(sorted(only)).encode()).hexdigest()
+
+            def fetch_objects(lease: once.Lease) -> None:
+                download.fetch(url, folder, lease.tell, say, only)
+
+            once.once_per_node(lock_path, fetch_objects, request)
         else:
             name = os.path.basename(urllib.parse.urlsplit(url).path) or "download"
             if not is_fetchable_name(name):
                 raise UserError(f"{one_line(url)[:200]} ends with what cannot be the name of a file: give another address")
             path = os.path.join(folder, name)
-            lease = os.path.join(index.notes(folder), name)
+            lock_path = os.path.join(index.make_records_folder(folder), name)
 
-            def fetch_file(held: once.Lease) -> None:
+            def fetch_file(lease: once.Lease) -> None:
                 if not os.path.exists(path) or https.is_replaced(url, path):
-                    https.download(url, path, tell=held.tell)
+                    https.download(url, path, tell=lease.tell)
 
-            once.once_per_node(lease, fetch_file)
+            once.once_per_node(lock_path, fetch_file)
     except OSError as error:
         text = f"{folder}, for {one_line(url)[:200]}, cannot be written to: {one_line(error.strerror)}"
-        raise of_a_file(error, text) from None
+        raise file_error(error, text) from None
     return folder
 
 
@@ -71,9 +77,9 @@ def publish(path: str, url: str, say: Say = print) -> None:
         _copy(path, url)
 
 
-def _copy(path: str, to: str) -> None:
+def _copy(path: str, destination: str) -> None:
     """Copy the file with its times and mode. The copy gets its name when it is whole."""
-    with files.open_regular(path) as source, files.create(to + files.TEMPORARY) as target:
+    with files.open_regular(path) as source, files.create(destination + files.TEMPORARY) as target:
         shutil.copyfileobj(source, target)
-    shutil.copystat(path, to + files.TEMPORARY)
-    os.replace(to + files.TEMPORARY, to)
+    shutil.copystat(path, destination + files.TEMPORARY)
+    os.replace(destination + files.TEMPORARY, destination)

@@ -28,16 +28,20 @@ class Uploads:
         self.patience = Patience()
 
     def key(self, name: str) -> str:
+        """Return the key of the object `name` below the address."""
         return "/".join(word for word in (self.bucket.prefix, name) if word)
 
     def names(self) -> list[str]:
-        return [self.bucket.relative(item.key) for item in self.bucket.items(self.bucket.below(), self.patience)]
+        """Return the names of all objects below the address."""
+        return [self.bucket.relative(item.key) for item in self.bucket.items(self.bucket.key_prefix(), self.patience)]
 
     def delete(self, name: str) -> None:
+        """Delete an object; it may be missing."""
         self.bucket.ask("delete_object", self.key(name), self.patience)
 
-    def copy(self, there: str, name: str) -> None:
-        source = {"Bucket": self.bucket.name, "Key": self.key(there)}
+    def copy(self, source_name: str, name: str) -> None:
+        """Copy the object `there` to `name` within the bucket."""
+        source = {"Bucket": self.bucket.name, "Key": self.key(source_name)}
         self.bucket.ask("copy_object", self.key(name), self.patience, CopySource=source)
 
     def send(self, path: str, name: str) -> None:
@@ -51,6 +55,7 @@ class Uploads:
                 self._put_in_parts(name, file)
 
     def put(self, name: str, content: bytes) -> None:
+        """Upload `content` in one request, and compare its MD5 with the ETag that the store returns."""
         digest = hashlib.md5(content)
 
         def check(answer: dict[str, Any]) -> None:
@@ -60,84 +65,87 @@ class Uploads:
         self.bucket.ask("put_object", self.key(name), self.patience, work=check, Body=content, ContentMD5=_base64(digest))
 
     def _put_in_parts(self, name: str, file: BinaryIO) -> None:
+        """Upload a file as a multipart upload, which is aborted after an error."""
         key = self.key(name)
-        upload = self.bucket.ask("create_multipart_upload", key, self.patience)["UploadId"]
+        upload_id = self.bucket.ask("create_multipart_upload", key, self.patience)["UploadId"]
         try:
             parts = []
             while content := file.read(PART):
                 number = len(parts) + 1
                 digest = hashlib.md5(content)
-                words = {"UploadId": upload, "PartNumber": number, "Body": content, "ContentMD5": _base64(digest)}
-                answer = self.bucket.ask("upload_part", key, self.patience, **words)
+                parameters = {"UploadId": upload_id, "PartNumber": number, "Body": content, "ContentMD5": _base64(digest)}
+                answer = self.bucket.ask("upload_part", key, self.patience, **parameters)
                 parts.append({"PartNumber": number, "ETag": answer["ETag"]})
-            words = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
-            self.bucket.ask("complete_multipart_upload", key, self.patience, **words)
+            parameters = {"UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
+            self.bucket.ask("complete_multipart_upload", key, self.patience, **parameters)
         except BaseException:
             with contextlib.suppress(Exception):
-                self.bucket.client.abort_multipart_upload(Bucket=self.bucket.name, Key=key, UploadId=upload)
+                self.bucket.client.abort_multipart_upload(Bucket=self.bucket.name, Key=key, UploadId=upload_id)
             raise
 
-    def abort_unfinished(self, ours: Callable[[str], bool]) -> None:
-        """Abort the uploads that a killed start left of `ours(name)`; ignore errors, as not every store lists uploads."""
+    def abort_unfinished(self, is_ours: Callable[[str], bool]) -> None:
+        """Abort multipart uploads that killed starts left for names with `ours(name)`; ignore errors."""
         with contextlib.suppress(Exception):  # not every store can list them
             client = self.bucket.client
             name = self.bucket.name
-            answer = client.list_multipart_uploads(Bucket=name, Prefix=self.bucket.below())
+            answer = client.list_multipart_uploads(Bucket=name, Prefix=self.bucket.key_prefix())
             for upload in answer.get("Uploads", []):
-                if ours(self.bucket.relative(upload["Key"])):
+                if is_ours(self.bucket.relative(upload["Key"])):
                     client.abort_multipart_upload(Bucket=name, Key=upload["Key"], UploadId=upload["UploadId"])
 
 
-def changed(folder: str, known: Files, unread: list[OSError]) -> Files:
+def changed_files(folder: str, previous: Files, read_errors: list[OSError]) -> Files:
     """Return the files that `known` lacks or that changed, without hidden and temporary ones. Add errors to `unread`."""
-    found = {}
-    for path in _paths(folder, unread):
+    changes = {}
+    for path in _paths(folder, read_errors):
         name = os.path.relpath(path, folder).replace(os.sep, "/") if path != folder else ""
-        base = os.path.basename(path)
-        if base.startswith(".") or base.endswith((TEMPORARY, ".lock")):
+        base_name = os.path.basename(path)
+        if base_name.startswith(".") or base_name.endswith((TEMPORARY, ".lock")):
             continue
         try:
             status = os.stat(path)
         except FileNotFoundError:
             continue
         except OSError as error:
-            unread.append(error)
+            read_errors.append(error)
             continue
-        now = (status.st_size, status.st_mtime_ns)
-        if stat.S_ISREG(status.st_mode) and known.get(name) != now:
-            found[name] = now
-    return found
+        current = (status.st_size, status.st_mtime_ns)
+        if stat.S_ISREG(status.st_mode) and previous.get(name) != current:
+            changes[name] = current
+    return changes
 
 
-def _paths(folder: str, unread: list[OSError]) -> Iterator[str]:
+def _paths(folder: str, read_errors: list[OSError]) -> Iterator[str]:
+    """Yield the files below `folder`, without hidden folders, or `folder` itself if it is a file."""
     if os.path.isfile(folder):
         yield folder
         return
-    for place, folders, names in os.walk(folder, onerror=unread.append):
+    for parent, folders, names in os.walk(folder, onerror=read_errors.append):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (os.path.join(place, name) for name in names)
+        yield from (os.path.join(parent, name) for name in names)
 
 
-def require_read(folder: str, unread: list[OSError]) -> None:
-    if unread:
+def require_readable(folder: str, read_errors: list[OSError]) -> None:
+    """Raise TrainingFailed if there are errors in `unread`."""
+    if read_errors:
         raise TrainingFailed(
-            f"{len(unread)} files or folders of {folder} cannot be read, so they are not published; the first is "
-            f"{one_line(unread[0].filename)}: {unread[0].strerror}"
+            f"{len(read_errors)} files or folders of {folder} cannot be read, so they are not published; the first is "
+            f"{one_line(read_errors[0].filename)}: {read_errors[0].strerror}"
         )
 
 
 def upload(path: str, url: str, say: Say = print) -> None:
     """Upload a file, or a folder without its hidden files; files that describe others (.json) go last."""
     uploads = Uploads(url, say)
-    unread = []
-    for name in sorted(changed(path, {}, unread), key=lambda name: (name.endswith(".json"), name)):
+    read_errors = []
+    for name in sorted(changed_files(path, {}, read_errors), key=lambda name: (name.endswith(".json"), name)):
         try:
             uploads.send(os.path.join(path, name) if name else path, name)
         except FileNotFoundError:  # deleted meanwhile
             continue
         except OSError as error:  # of the file: requests to the store raise other errors
-            unread.append(error)
-    require_read(path, unread)
+            read_errors.append(error)
+    require_readable(path, read_errors)
 
 
 def is_up_to_date(item: Optional[Item], path: str) -> bool:

@@ -29,86 +29,98 @@ PICTURES = ("curves.png", "examples/mistakes.png")
 
 
 class Follower:
+    """Sends what a run's folder gains to one tracker, and keeps there how far the tracker has it."""
+
     def __init__(self, folder: str, tool: str, say: Callable[[str], object]):
         self.folder = folder
         self.tool = tool
         self.record = RECORD.format(tool)
-        self.rows = 0  # that were sent
+        self.num_sent = 0  # that were sent
         self._say = say
-        self._warned = False
+        self._has_warned = False
         self._sender: Any = None
-        self._followed: Optional[float] = None  # the time of the start that was the last at the first look
+        self._start_time: Optional[float] = None  # the time of the start that was the last at the first look
 
-    def send(self, last: bool = False, otherwise: tuple[str, str] = ("", "")) -> bool:
+    def send(self, is_last: bool = False, fallback_end: tuple[str, str] = ("", "")) -> bool:
         """Send what is new, and return whether the tracker has all there is.
 
-        `last`: this is the last call. `otherwise`: (how, why) the run has ended, if it has not noted that itself.
+        `is_last`: this is the last call. `fallback_end`: (how, why) of the end, if the run has recorded none.
         """
         try:
             events = [row for row in rows(self.folder, "journal.jsonl") if row.get("event") in ("start", "end")]
             starts = [row for row in events if row["event"] == "start"]
-            self._followed = self._followed or (starts[-1]["time"] if starts else None)
-            if otherwise[0] and starts and starts[-1]["time"] != self._followed:
+            self._start_time = self._start_time or (starts[-1]["time"] if starts else None)
+            if fallback_end[0] and starts and starts[-1]["time"] != self._start_time:
                 return True  # another start has begun meanwhile, and has a follower of its own
             if starts:
                 start = {**starts[-1], "run": entry_of(starts[0])}
                 self._sender = self._sender or senders.TOOLS[self.tool](start, self.folder)
-                told = self._send_rows(start)
-                if last:
-                    self._end(told, events[-1], otherwise)
+                progress = self._send_rows(start)
+                if is_last:
+                    self._end(progress, events[-1], fallback_end)
         except Exception as error:  # a tracker's library may raise anything
             self._warn(error)
             return False
-        if self._warned:
-            self._tell(f"{self.tool} takes the rows again")
-        self._warned = False
+        if self._has_warned:
+            self._report(f"{self.tool} takes the rows again")
+        self._has_warned = False
         return True
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         with contextlib.suppress(OSError):  # nobody hears it any more
             self._say(text)
 
     def _warn(self, error: Exception) -> None:
-        why = f"pip install {senders.PACKAGES[self.tool]}" if isinstance(error, ImportError) else shortened(error)
-        later = f"python -m launch track {self.folder} --to {self.tool} sends them"
-        if not self._warned:
-            self._tell(f"warning: {self.tool} takes no rows: {why}; the run goes on, and {later}")
-        self._warned = True
+        reason = f"pip install {senders.PACKAGES[self.tool]}" if isinstance(error, ImportError) else shortened(error)
+        advice = f"python -m launch track {self.folder} --to {self.tool} sends them"
+        if not self._has_warned:
+            self._report(f"warning: {self.tool} takes no rows: {reason}; the run goes on, and {advice}")
+        self._has_warned = True
 
     def _send_rows(self, start: dict[str, Any]) -> dict[str, Any]:
-        told = self._told(start)
-        for kind, new in (("steps", _steps(self.folder)), ("epochs", _epochs(self.folder, start))):
-            wanted = sorted((row for row in new if row[0] > told.get(kind, 0)), key=lambda row: row[0])
-            for part in (wanted[begin : begin + ROWS] for begin in range(0, len(wanted), ROWS)):
-                told[kind] = part[-1][0]
-                self._sender.log(part, told)
-                self._note(told)
-                self.rows += len(part)
-        return told
+        """Send the rows that the tracker lacks, ROWS at a time; return how far it has them now."""
+        progress = self._progress(start)
+        for kind, new_rows in (("steps", _steps(self.folder)), ("epochs", _epochs(self.folder, start))):
+            unsent = sorted((row for row in new_rows if row[0] > progress.get(kind, 0)), key=lambda row: row[0])
+            for batch in (unsent[begin : begin + ROWS] for begin in range(0, len(unsent), ROWS)):
+                progress[kind] = batch[-1][0]
+                self._sender.log(batch, progress)
+                self._write_record(progress)
+                self.num_sent += len(batch)
+        return progress
 
-    def _end(self, told: dict[str, Any], event: dict[str, Any], otherwise: tuple[str, str]) -> None:
-        over = event["event"] == "end"
-        if over and told.get("ended") != event["time"]:
+    def _end(self, progress: dict[str, Any], event: dict[str, Any], fallback_end: tuple[str, str]) -> None:
+        """Send the pictures if the run has ended, and close its entry."""
+        is_over = event["event"] == "end"
+        if is_over and progress.get("ended") != event["time"]:
             for path in (os.path.join(self.folder, name) for name in PICTURES):
                 if os.path.exists(path):
                     self._sender.picture(path, event["samples"])
-        self._sender.end(*((event["how"], event["why"]) if over else otherwise))
-        self._note({**told, "ended": event["time"] if over else None})
+        if is_over:
+            self._sender.end(event["how"], event["why"])
+            self._write_record({**progress, "ended": event["time"]})
+        else:
+            self._sender.end(*fallback_end)
+            self._write_record({**progress, "ended": None})
 
-    def _told(self, start: dict[str, Any]) -> dict[str, Any]:
-        """Return how far the tracker has been told of this run, by its own account and by the record in the folder."""
-        told = {"run": start["run"]}
-        for account in (next(rows(self.folder, self.record), {}), self._sender.told()):
+    def _progress(self, start: dict[str, Any]) -> dict[str, Any]:
+        """Return how far the tracker has the rows of this run, by its own account and by the record in the folder."""
+        progress = {"run": start["run"]}
+        for account in (next(rows(self.folder, self.record), {}), self._sender.progress()):
             if isinstance(account, dict) and account.get("run") == start["run"]:
-                known = {name: value for name, value in account.items() if isinstance(value, (int, float))}
-                told.update({name: value for name, value in known.items() if name not in told or value > told[name]})
-        if told.get("since") != start["time"] and _has_gone_back(self.folder, start):
-            told.update({kind: min(told.get(kind, 0), start["samples"]) for kind in ("steps", "epochs")}, since=start["time"])
-        return told
+                counters = {name: value for name, value in account.items() if isinstance(value, (int, float))}
+                progress.update(
+                    {name: value for name, value in counters.items() if name not in progress or value > progress[name]}
+                )
+        if progress.get("since") != start["time"] and _has_gone_back(self.folder, start):
+            progress.update(
+                {kind: min(progress.get(kind, 0), start["samples"]) for kind in ("steps", "epochs")}, since=start["time"]
+            )
+        return progress
 
-    def _note(self, told: dict[str, Any]) -> None:
+    def _write_record(self, progress: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the disk may be full
-            write_atomically(os.path.join(self.folder, self.record), json.dumps(told).encode())
+            write_atomically(os.path.join(self.folder, self.record), json.dumps(progress).encode())
 
 
 def entry_of(start: dict) -> str:
@@ -119,7 +131,7 @@ def entry_of(start: dict) -> str:
 def _has_gone_back(folder: str, start: dict[str, Any]) -> bool:
     """Whether this start has deleted later checkpoints, by --resume PATH --overwrite true: their rows are to be replaced."""
     saves = [row["samples"] for row in rows(folder, "speed.jsonl") if row["loss"] is None and row["time"] < start["time"]]
-    return bool(start.get("branched")) and saves[-1:] > [start["samples"]]
+    return bool(start.get("branched") and saves and saves[-1] > start["samples"])
 
 
 def rows(folder: str, name: str) -> Iterator[dict[str, Any]]:
@@ -143,15 +155,20 @@ def shortened(error: Exception) -> str:
 
 def _steps(folder: str) -> Collection[tuple[int, float, dict[str, float]]]:
     """Return [(samples, time, values)] of the lines of the log; of steps that were done again after a kill, the latest."""
-    found = {}
+    by_samples = {}
     for row in rows(folder, "speed.jsonl"):
         if row["loss"] is not None:
             speed = {f"speed/{name}": row[name] for name in ("images_per_s", "peak_memory_mib") if row[name] is not None}
-            found[row["samples"]] = (row["samples"], row["time"], {"train/loss": row["loss"], "train/lr": row["lr"], **speed})
-    return found.values()
+            by_samples[row["samples"]] = (
+                row["samples"],
+                row["time"],
+                {"train/loss": row["loss"], "train/lr": row["lr"], **speed},
+            )
+    return by_samples.values()
 
 
 def _epochs(folder: str, start: dict[str, Any]) -> Iterator[tuple[int, float, dict[str, float]]]:
+    """Yield (samples, time, values) of each epoch; the start's time where the epoch's is not known."""
     times = {row["samples"]: row["time"] for row in rows(folder, "speed.jsonl")}
     for row in rows(folder, "metrics.jsonl"):
         metrics = {f"test/{name}": row[name] for name in row if name not in ("epoch", "steps", "samples", "train_loss")}
@@ -162,33 +179,36 @@ def _epochs(folder: str, start: dict[str, Any]) -> Iterator[tuple[int, float, di
 def main(folder: str, tool: str) -> None:
     """Follow the folder of the job that has started this process, until a line comes from it, or it has ended."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is meant for the job, and this process ends after it
-    own = os.fdopen(os.dup(1), "w", 1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    job_output = os.fdopen(os.dup(1), "w", 1)
+    devnull = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):  # for what the libraries print
-        os.dup2(nowhere, number)
-    follower = Follower(folder, tool, lambda text: print(one_line(text), file=own, flush=True))
+        os.dup2(devnull, number)
+    follower = Follower(folder, tool, lambda text: print(one_line(text), file=job_output, flush=True))
     sys.exit(not follow(follower, sys.stdin, os.getppid()))
 
 
-def follow(follower: Follower, from_job: IO[str], job: int) -> bool:
+def follow(follower: Follower, from_job: IO[str], job_pid: int) -> bool:
     """Send what is new until a line comes from the job, or it has gone; return whether the tracker has all."""
-    said = gone = False
-    while not said and not gone:
-        began = time.monotonic()
-        sent = follower.send()
-        pause = min(LONGEST_PAUSE, max(PAUSE, 5 * (time.monotonic() - began))) if sent else LONGEST_PAUSE
-        heard = bool(select.select([from_job], [], [], pause)[0])
-        said = heard and bool(from_job.readline())
-        gone = (heard and not said) or os.getppid() != job  # its end of the pipe may be open in a process that it had started
-    if not gone:
-        return follower.send(last=True)
+    has_message = job_has_ended = False
+    while not has_message and not job_has_ended:
+        start = time.monotonic()
+        has_all = follower.send()
+        pause = min(LONGEST_PAUSE, max(PAUSE, 5 * (time.monotonic() - start))) if has_all else LONGEST_PAUSE
+        is_readable = bool(select.select([from_job], [], [], pause)[0])
+        has_message = is_readable and bool(from_job.readline())
+        job_has_ended = (
+            is_readable and not has_message
+        ) or os.getppid() != job_pid  # its end of the pipe may be open in a process that it had started
+    if not job_has_ended:
+        return follower.send(is_last=True)
     wait_for_end(follower.folder)  # the process that watched it may still note why
-    return follower.send(last=True, otherwise=("failed", "the process of the run has ended without a word"))
+    return follower.send(is_last=True, fallback_end=("failed", "the process of the run has ended without a word"))
 
 
 def wait_for_end(folder: str, seconds: float = PAUSE) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and not has_ended(folder):
+    """Wait until the run has recorded its end, at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not has_ended(folder):
         time.sleep(0.2)
 
 

@@ -18,12 +18,12 @@ import torch
 from common.files import remove, write_atomically
 
 WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-OF_TORCHVISION = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # torchvision's file names end with the beginning of the SHA-256
+TORCHVISION_DIGEST = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # torchvision's file names end with the beginning of the SHA-256
 DIGEST = ".sha256"  # the ending of the file beside a file of weights
 # Fields, with their types, of the JSON file beside the weights of an epoch; OPTIONS are the run's options among them.
 OPTIONS = {"arch": str, "width": int, "image_size": int, "resize": str, "interpolation": str, "seed": int, "crop_pct": float,
            "mean": list, "std": list}  # fmt: skip
-BESIDE = {"epoch": int, "metrics": dict, "classes": list, **OPTIONS}
+METADATA_FIELDS = {"epoch": int, "metrics": dict, "classes": list, **OPTIONS}
 
 
 def encode(state: dict) -> memoryview:
@@ -48,14 +48,15 @@ def unwrapped(model: Any) -> torch.nn.Module:
 
 
 def beside(path: str) -> str:
+    """Return the path of the JSON file that belongs to a .pth file of weights."""
     return re.sub(r"\.pth$", "", path) + ".json"
 
 
-def write_weights(path: str, weights: dict, about: Optional[dict] = None) -> None:
-    """Write a file of weights, a .sha256 file for the program sha256sum and, if given, `about` as the .json beside it."""
+def write_weights(path: str, weights: dict, metadata: Optional[dict] = None) -> None:
+    """Write a file of weights, a .sha256 file for the program sha256sum and, if given, `metadata` as the .json beside it."""
     content = encode(weights)
-    if about:
-        write_atomically(beside(path), json.dumps(about, indent=1, ensure_ascii=False).encode(errors="backslashreplace"))
+    if metadata:
+        write_atomically(beside(path), json.dumps(metadata, indent=1, ensure_ascii=False).encode(errors="backslashreplace"))
     remove(path + DIGEST)  # the digest of the weights that are replaced
     write_atomically(path, content)
     write_atomically(path + DIGEST, f"{hashlib.sha256(content).hexdigest()}  {os.path.basename(path)}\n".encode())

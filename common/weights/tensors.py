@@ -36,11 +36,11 @@ LONGEST_HEADER = 8 << 20  # bytes, of a file of safetensors
 Storage = Callable[[str, int], torch.Tensor]  # (key of a storage, number of bytes) -> the bytes
 
 
-class OldForm(Refused):
+class LegacyFormat(Refused):
     """The file has the form before torch 1.6, which has no checksums, and no digest from elsewhere."""
 
 
-def begins(head: bytes) -> bool:
+def has_known_header(head: bytes) -> bool:
     """Whether these are the first bytes, at least nine, of a file that `read` may read."""
     return head.startswith(BEGINNINGS) or (head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= LONGEST_HEADER)
 
@@ -48,31 +48,32 @@ def begins(head: bytes) -> bool:
 def read(content: bytes, verified: bool) -> Any:
     """Return what torch.save wrote, or the tensors by name of a file of safetensors, which has no checksums.
 
-    Unless `verified` by a digest, compare those of torch.save, and refuse files of torch before 1.6."""
-    if not begins(content):
+    Unless `verified` by a digest, compare the checksums of torch.save, and refuse files of torch before 1.6.
+    """
+    if not has_known_header(content):
         raise Refused("it is no archive of torch.save, and no file of safetensors")
     if not content.startswith(BEGINNINGS):
-        value: Any = _safetensors(content)
+        value: Any = _read_safetensors(content)
     elif content.startswith(BEGINNINGS[0]):
-        value = _archive(content, verified)
+        value = _read_archive(content, verified)
     elif not verified:
-        raise OldForm("it is of a torch before 1.6")
+        raise LegacyFormat("it is of a torch before 1.6")
     else:
-        value = _old_form(content)
+        value = _read_legacy(content)
     check(value)
     return value
 
 
-def of_records(records: dict[str, Any]) -> Any:
+def read_records(records: dict[str, Any]) -> Any:
     """Return the value in {name: bytes}, the records of an archive of torch.save; they are removed as they are used."""
-    copied: dict[str, torch.Tensor] = {}
+    storages: dict[str, torch.Tensor] = {}
 
     def storage(key: str, size: int) -> torch.Tensor:
-        if key not in copied:
+        if key not in storages:
             if f"data/{key}" not in records:
                 raise Refused("it lacks a storage")
-            copied[key] = _copy(records.pop(f"data/{key}"))
-        return copied[key]
+            storages[key] = _copy(records.pop(f"data/{key}"))
+        return storages[key]
 
     if bytes(records.get("byteorder", b"little")) != b"little":
         raise Refused("its numbers are big-endian")
@@ -81,13 +82,14 @@ def of_records(records: dict[str, Any]) -> Any:
     return Unpickler(io.BytesIO(records.pop("data.pkl")), storage).load()
 
 
-def _archive(content: bytes, verified: bool) -> Any:
+def _read_archive(content: bytes, verified: bool) -> Any:
+    """Return the value in a zip archive of torch.save; Refused if it is damaged, compressed or a program."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()
     records: dict[str, memoryview] = {}
     for entry in entries:
-        top, _, name = entry.filename.partition("/")
-        if not name or name in records or top != entries[0].filename.partition("/")[0]:
+        prefix, _, name = entry.filename.partition("/")
+        if not name or name in records or prefix != entries[0].filename.partition("/")[0]:
             raise Refused("its names are not those of torch.save")
         if name == "constants.pkl" or name.startswith("code/"):
             raise Refused("it is a program of TorchScript")
@@ -100,20 +102,20 @@ def _archive(content: bytes, verified: bool) -> Any:
             raise Refused(f"{name} is damaged")
     if sum(map(len, records.values())) > len(content):
         raise Refused("its records share their bytes")
-    return of_records(records)
+    return read_records(records)
 
 
-def _old_form(content: bytes) -> Any:
+def _read_legacy(content: bytes) -> Any:
     """Return the value in a file of torch before 1.6: five pickles, the fourth of them the value, then each storage's bytes."""
     file = io.BytesIO(content)
     storages = {}
-    left = len(content)
+    remaining = len(content)
 
     def storage(key: str, size: int) -> torch.Tensor:
-        nonlocal left
+        nonlocal remaining
         if key not in storages:
-            left -= size
-            if left < 0:
+            remaining -= size
+            if remaining < 0:
                 raise Refused("it has not as many bytes as it says")
             storages[key] = torch.empty(size, dtype=torch.uint8)
         return storages[key]
@@ -133,30 +135,31 @@ def _old_form(content: bytes) -> Any:
 
 
 def _copy(record: memoryview) -> torch.Tensor:
-    copied = torch.empty(len(record), dtype=torch.uint8)
-    copied.numpy()[:] = np.frombuffer(record, np.uint8)
-    return copied
+    tensor = torch.empty(len(record), dtype=torch.uint8)
+    tensor.numpy()[:] = np.frombuffer(record, np.uint8)
+    return tensor
 
 
 # --- safetensors: a length, that many bytes of JSON, and the bytes of the tensors ------------------------------------------
 
 
-def _safetensors(content: bytes) -> dict[str, torch.Tensor]:
+def _read_safetensors(content: bytes) -> dict[str, torch.Tensor]:
+    """Return the tensors by name; Refused unless they fill the file without gaps or overlaps."""
     begin = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:begin].decode(), object_pairs_hook=_each_once, parse_int=_below_2_62)
-    about = header.pop("__metadata__", {})
-    if type(about) is not dict or not all(type(text) is str for text in about.values()):
+    header = json.loads(content[8:begin].decode(), object_pairs_hook=_unique_names, parse_int=_below_2_62)
+    metadata = header.pop("__metadata__", {})
+    if type(metadata) is not dict or not all(type(text) is str for text in metadata.values()):
         raise Refused("what it says of itself is no text")
     entries = {name: _entry(entry) for name, entry in header.items()}
     data = memoryview(content)[begin:]
     end = 0
-    for _, _, first, last in sorted(entries.values(), key=lambda entry: entry[2:]):
-        if first != end:
+    for _, _, start, stop in sorted(entries.values(), key=lambda entry: entry[2:]):
+        if start != end:
             raise Refused("its tensors share bytes, or leave some out")
-        end = last
+        end = stop
     if begin > len(content) or end != len(data):
         raise Refused("it has not as many bytes as it says")
-    return {name: _copy(data[first:last]).view(kind).reshape(shape) for name, (kind, shape, first, last) in entries.items()}
+    return {name: _copy(data[start:stop]).view(kind).reshape(shape) for name, (kind, shape, start, stop) in entries.items()}
 
 
 def _entry(entry: object) -> tuple[torch.dtype, list[int], int, int]:
@@ -165,24 +168,24 @@ def _entry(entry: object) -> tuple[torch.dtype, list[int], int, int]:
         raise Refused("a tensor in it is none")
     name = entry["dtype"]
     shape = entry["shape"]
-    place = entry["data_offsets"]
+    offsets = entry["data_offsets"]
     if type(name) is not str or name not in SAFE_TYPES:
         raise Refused(f"it holds a tensor of {str(name)[:80]}, which is not read here")
-    if not all(type(numbers) is list and all(type(n) is int for n in numbers) for numbers in (shape, place)):
+    if not all(type(numbers) is list and all(type(n) is int for n in numbers) for numbers in (shape, offsets)):
         raise Refused("a tensor in it has no shape")
     kind = SAFE_TYPES[name]
-    if len(shape) > 64 or len(place) != 2 or min([*shape, *place]) < 0 or math.prod(shape) >= 2**62:
+    if len(shape) > 64 or len(offsets) != 2 or min([*shape, *offsets]) < 0 or math.prod(shape) >= 2**62:
         raise Refused("a tensor in it has no shape")
-    if place[1] - place[0] != math.prod(shape) * torch.empty(0, dtype=kind).element_size():
+    if offsets[1] - offsets[0] != math.prod(shape) * torch.empty(0, dtype=kind).element_size():
         raise Refused("a tensor in it has another size than it says")
-    return kind, shape, place[0], place[1]
+    return kind, shape, offsets[0], offsets[1]
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise Refused("it has a name twice")
-    return found
+    return entries
 
 
 def _below_2_62(digits: str) -> int:
@@ -215,10 +218,10 @@ def _tensor(
         raise Refused("a tensor in it is none")
     if not len(size) == len(stride) <= 64 or not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *size, *stride)):
         raise Refused("a tensor in it has no shape")
-    count = math.prod(size)
-    there = len(storage.flat)
+    numel = math.prod(size)
+    storage_numel = len(storage.flat)
     last = offset + sum((length - 1) * step for length, step in zip(size, stride))
-    if count > there or (count and last >= there):
+    if numel > storage_numel or (numel and last >= storage_numel):
         raise Refused("a tensor in it is larger than its bytes")
     return storage.flat.as_strided(size, stride, offset).requires_grad_(bool(needs_gradient))
 
@@ -271,29 +274,30 @@ class Unpickler(PlainUnpickler):
             raise Refused("it ends too early, or is no pickle") from None
 
     def persistent_load(self, pid: object) -> _Storage:
+        """Return the storage that a persistent id of torch.save names; Refused if it is malformed."""
         if type(pid) is not tuple or len(pid) not in (5, 6) or any(view is not None for view in pid[5:]):
             raise Refused("a storage in it is none")
-        word, kind, key, _, count = pid[:5]
-        if (word, type(kind), type(key), type(count)) != ("storage", torch.dtype, str, int) or count < 0 or len(key) > 100:
+        tag, kind, key, _, numel = pid[:5]
+        if (tag, type(kind), type(key), type(numel)) != ("storage", torch.dtype, str, int) or numel < 0 or len(key) > 100:
             raise Refused("a storage in it is none")
-        size = count * torch.empty(0, dtype=kind).element_size()
-        found = self._storage(key, size)
-        if len(found) != size:
+        size = numel * torch.empty(0, dtype=kind).element_size()
+        content = self._storage(key, size)
+        if len(content) != size:
             raise Refused("a storage in it has another size than it says")
-        return _Storage(found.view(kind))
+        return _Storage(content.view(kind))
 
-    def _of(self, target: object, *kinds: type) -> Any:
+    def _require_type(self, target: object, *kinds: type) -> Any:
         if type(target) not in kinds:
             raise Refused(f"a {type(target).__name__} in it is where none may be")
         return target
 
     def _append(self):
         values = [self.stack.pop()]
-        self._of(self.stack[-1], list).extend(values)
+        self._require_type(self.stack[-1], list).extend(values)
 
     def _appends(self):
         values = self.pop_mark()
-        self._of(self.stack[-1], list).extend(values)
+        self._require_type(self.stack[-1], list).extend(values)
 
     def _setitem(self):
         self._set([self.stack.pop(-2), self.stack.pop()])
@@ -305,22 +309,22 @@ class Unpickler(PlainUnpickler):
         for key, value in zip(values[::2], values[1::2]):
             if not is_key(key):
                 raise Refused(f"a {type(key).__name__} in it is a key, or too large for one")
-            self._of(self.stack[-1], dict, collections.OrderedDict)[key] = value
+            self._require_type(self.stack[-1], dict, collections.OrderedDict)[key] = value
 
     def _reduce(self):
-        given = self.stack.pop()
+        arguments = self.stack.pop()
         function = self.stack[-1]
-        if not any(function is known for known in FUNCTIONS.values()) or type(given) is not tuple or len(given) > 7:
+        if not any(function is allowed for allowed in FUNCTIONS.values()) or type(arguments) is not tuple or len(arguments) > 7:
             raise Refused("it calls what is no part of a tensor")
         try:
-            self.stack[-1] = function(*given)
+            self.stack[-1] = function(*arguments)
         except TypeError:
             raise Refused("a tensor in it has too few parts") from None
 
     def _build(self):
         """Drop the attributes of an OrderedDict: the versions of layers that torch.nn adds to a state_dict, not needed here."""
         self.stack.pop()
-        self._of(self.stack[-1], collections.OrderedDict)
+        self._require_type(self.stack[-1], collections.OrderedDict)
 
     dispatch: ClassVar[Any] = {
         **PlainUnpickler.dispatch,

@@ -11,7 +11,7 @@ def opcodes(*names: bytes) -> dict[int, Callable[[Any], None]]:
 
 
 class PlainUnpickler(pickle._Unpickler):
-    """Makes None, truths, numbers, byte strings and empty lists and dicts, and of all else what is `allowed`.
+    """Makes None, booleans, numbers, byte strings and empty lists and dicts, and of all else what is `allowed`.
 
     Subclasses add the opcodes that they need to `dispatch`; at others load() raises KeyError.
 
@@ -27,6 +27,7 @@ class PlainUnpickler(pickle._Unpickler):
     )  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return what `allowed` has for this name; UnpicklingError for any other."""
         if (module, name) not in self.allowed:
             raise pickle.UnpicklingError(f"it asks for {module[:80]}.{name[:80]}")
         return self.allowed[module, name]

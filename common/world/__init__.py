@@ -2,15 +2,15 @@
 the network over which it reaches the others."""
 
 from common.world import folders
-from common.world.resolve import PLATFORM, advice_for_several_devices, here, require_one_device, resolve
+from common.world.resolve import PLATFORM, advice_for_several_devices, find_place, require_one_device, resolve
 from common.world.world import World
 
 __all__ = [
     "PLATFORM",
     "World",
     "advice_for_several_devices",
+    "find_place",
     "folders",
-    "here",
     "naming",
     "network",
     "require_one_device",

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Optional
 
 from common.address import INPUT_DIR, is_address, local_folder
-from common.errors import UserError, of_a_file, one_line
+from common.errors import UserError, file_error, one_line
 from common.secrets import BUCKETS
 
 # The variables that name each place; the first that is not empty wins. A name with * stands for its matches in sorted order.
@@ -49,21 +49,21 @@ SAGEMAKER_TENSORBOARD = "/opt/ml/output/tensorboard"
 
 def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Optional[str]]:
     """Return {data_url, input_dir, output_url, output_dir, checkpoint_dir, tensorboard_dir}; either URL may be None."""
-    output = args.output_dir or _first(environ, OUTPUT)
+    output = args.output_dir or _first_value(environ, OUTPUT)
     checkpoints = tensorboard = None
     if not args.output_dir:  # with --output_dir, the checkpoints and events are in that folder too
-        checkpoints = _first(environ, CHECKPOINTS)
-        tensorboard = _first(environ, TENSORBOARD)
+        checkpoints = _first_value(environ, CHECKPOINTS)
+        tensorboard = _first_value(environ, TENSORBOARD)
         if "SM_MODEL_DIR" in environ:
             checkpoints = checkpoints or SAGEMAKER_CHECKPOINTS
             tensorboard = tensorboard or SAGEMAKER_TENSORBOARD
-    output = _checked_path("output_dir", output) or _default(args)
+    output = _checked_path("output_dir", output) or _default_output(args)
     url = output if is_address(output) else None
     if url:  # the run writes to a local folder, which is published to the bucket
         output = local_folder(url, "output_dir")
     return {
-        "data_url": _checked_path("data_url", args.data_url or _first(environ, DATA)),
-        "input_dir": _checked_path("input_dir", args.input_dir) or _roomiest(environ),
+        "data_url": _checked_path("data_url", args.data_url or _first_value(environ, DATA)),
+        "input_dir": _checked_path("input_dir", args.input_dir) or _default_input(environ),
         "output_url": url,
         "output_dir": output,
         "checkpoint_dir": _checked_path("checkpoint folder", checkpoints or os.path.join(output, "checkpoints")),
@@ -71,7 +71,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, O
     }
 
 
-def _roomiest(environ: Mapping[str, str]) -> str:
+def _default_input(environ: Mapping[str, str]) -> str:
     """Return INPUT_DIR, on ModelArts' /cache if that is writable and larger than the disk of the working folder.
 
     The disks' total size decides, not their free space, which changes during a fetch: all ranks and restarts must choose alike.
@@ -86,7 +86,7 @@ def _size(folder: str) -> int:
     return shutil.disk_usage(folder).total
 
 
-def _default(args: argparse.Namespace) -> str:
+def _default_output(args: argparse.Namespace) -> str:
     return os.path.join("output_dir", args.job)
 
 
@@ -95,43 +95,49 @@ def refuse_other_names(args: argparse.Namespace, options: Mapping[str, str], env
 
     `args`: has the values of resolve() and custom_data; `options`: {name: value} of options that the job does not declare.
     """
-    places = {**{f"--{name}": value for name, value in options.items()}, **environ}
-    outputs = {name: value for name, value in places.items() if _is_below(value, KEPT["MA_JOB_DIR"])}
-    read = {*OUTPUT, *CHECKPOINTS, *TENSORBOARD}
-    outputs.update({name: value for name, value in environ.items() if name.startswith("PAI_OUTPUT_") and name not in read})
-    inputs = {name: value for name, value in places.items() if _is_below(value, (INPUTS,))}
-    by_default = not args.output_url and args.output_dir == _default(args)
+    values = {**{f"--{name}": value for name, value in options.items()}, **environ}
+    outputs = {name: value for name, value in values.items() if _is_below(value, KEPT["MA_JOB_DIR"])}
+    known_names = {*OUTPUT, *CHECKPOINTS, *TENSORBOARD}
+    outputs.update(
+        {name: value for name, value in environ.items() if name.startswith("PAI_OUTPUT_") and name not in known_names}
+    )
+    inputs = {name: value for name, value in values.items() if _is_below(value, (INPUTS,))}
+    is_default = not args.output_url and args.output_dir == _default_output(args)
     if inputs and not (args.data_url or args.custom_data):
         name, value = min(inputs.items())
         raise UserError(f"{name} is {one_line(value)[:200]}, an input that this job does not read: call it data_url")
-    if outputs and by_default:
+    if outputs and is_default:
         name, value = min(outputs.items())
-        ours = "model" if name.startswith("PAI_OUTPUT_") else "train_url"
-        raise UserError(f"{name} is {one_line(value)[:200]}, an output that this job does not write to: call it {ours}")
+        expected_name = "model" if name.startswith("PAI_OUTPUT_") else "train_url"
+        raise UserError(
+            f"{name} is {one_line(value)[:200]}, an output that this job does not write to: call it {expected_name}"
+        )
 
 
 def require_writable(folder: str) -> None:
     """Raise an error unless a file can be written in the folder or, where that is missing, in its nearest existing parent."""
-    there = os.path.abspath(folder)
-    while not os.path.isdir(there):
-        if os.path.lexists(there):
-            raise UserError(f"cannot write to {one_line(folder)}: {one_line(there)} is no folder; give another --output_dir")
-        there = os.path.dirname(there)
+    parent = os.path.abspath(folder)
+    while not os.path.isdir(parent):
+        if os.path.lexists(parent):
+            raise UserError(f"cannot write to {one_line(folder)}: {one_line(parent)} is no folder; give another --output_dir")
+        parent = os.path.dirname(parent)
     try:
-        tempfile.TemporaryFile(dir=there).close()
+        tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
-        raise of_a_file(error, f"cannot write to {one_line(folder)}: {error.strerror}; give another --output_dir") from None
+        raise file_error(error, f"cannot write to {one_line(folder)}: {error.strerror}; give another --output_dir") from None
 
 
-def is_of_the_platform(value: str) -> bool:
+def is_platform_path(value: str) -> bool:
     """Whether a value is a path in ModelArts' inputs or outputs, which ModelArts passes as options of any name."""
     return _is_below(value, (INPUTS, *KEPT["MA_JOB_DIR"]))
 
 
-def not_kept(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[str]:
+def loss_reason(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[str]:
     """Return why ModelArts or SageMaker would lose the results with the container; None if not, or on another platform."""
-    for variable, kept in KEPT.items():
-        kept = (*kept, *filter(None, [environ.get("SM_MODEL_DIR")]))
+    for variable, folders in KEPT.items():
+        kept = list(folders)
+        if environ.get("SM_MODEL_DIR"):
+            kept.append(environ["SM_MODEL_DIR"])
         if variable in environ and not args.output_url and not _is_below(args.output_dir, kept):
             folder = os.path.abspath(args.output_dir)
             while not os.path.ismount(folder):
@@ -147,31 +153,32 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
     )
 
 
-def _first(environ: Mapping[str, str], names: Iterable[str]) -> Optional[str]:
+def _first_value(environ: Mapping[str, str], names: Iterable[str]) -> Optional[str]:
+    """Return the first value that is not empty of the variables that match these names; None without one."""
     values = (environ[match] for name in names for match in sorted(fnmatch.filter(environ, name)))
     return next(filter(None, values), None)
 
 
-def _checked_path(what: str, path: Optional[str]) -> Optional[str]:
+def _checked_path(name: str, path: Optional[str]) -> Optional[str]:
     """Return `path`; UserError if it is an address that `what` does not allow (ADDRESSES). gs:// becomes the mount /gcs/."""
     if path is None:
         return None
     if "\0" in path:
-        raise UserError(f"{what} {one_line(path)[:80]!r} holds a zero byte: give a path without one")
+        raise UserError(f"{name} {one_line(path)[:80]!r} holds a zero byte: give a path without one")
     if path.startswith("gs://"):
         return "/gcs/" + path[len("gs://") :]
-    allowed = ADDRESSES.get(what, ())
+    allowed = ADDRESSES.get(name, ())
     if is_address(path) and not path.startswith(allowed):
         or_address = f"or an address that begins with {', '.join(allowed)}" if allowed else "no address"
-        raise UserError(f"{what} is {one_line(path)[:200]}: give a folder, {or_address}")
+        raise UserError(f"{name} is {one_line(path)[:200]}: give a folder, {or_address}")
     if path.startswith(("https://", "http://")) and re.search(r"[\s\x00-\x1f]", path):
-        raise UserError(f"{what} has a space or a line end in its address: write a space as %20")
+        raise UserError(f"{name} has a space or a line end in its address: write a space as %20")
     return path
 
 
 def can_be_made(folder: str) -> bool:
     """Whether this user may write to the folder, or may create it if it does not exist."""
-    place = os.path.abspath(folder)
-    while not os.path.lexists(place):
-        place = os.path.dirname(place)
-    return os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
+    parent = os.path.abspath(folder)
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    return os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)

@@ -3,12 +3,12 @@
 LONGEST_LIST = 200
 
 
-def first_difference(one: str, other: str) -> tuple[str, str]:
+def first_difference(first: str, second: str) -> tuple[str, str]:
     """Return the first words in which two texts differ; both texts if one consists of the other's first words."""
-    for left, right in zip(one.split(" "), other.split(" ")):
-        if left != right:
-            return left, right
-    return one, other
+    for first_word, second_word in zip(first.split(" "), second.split(" ")):
+        if first_word != second_word:
+            return first_word, second_word
+    return first, second
 
 
 def spans(numbers: list[int], longest: int = LONGEST_LIST) -> str:
@@ -25,16 +25,19 @@ def spans(numbers: list[int], longest: int = LONGEST_LIST) -> str:
         return whole_text
     while shown and len(", ".join(shown)) > longest - 24:
         shown.pop()
-    left = sum(last - first + 1 for first, last in ranges[len(shown) :])
-    return f"{', '.join(shown)} and {left} more"
+    remaining = sum(last - first + 1 for first, last in ranges[len(shown) :])
+    return f"{', '.join(shown)} and {remaining} more"
 
 
 def describe_nodes(nodes: list[int], workers: int) -> str:
     """Return "node 1 (ranks 2-3)", or "nodes 1-3 (ranks 2-7)"; `workers`: the number of ranks on a node."""
     ranks = [rank for node in nodes for rank in range(node * workers, (node + 1) * workers)]
     half = LONGEST_LIST // 2 - 12
-    return f"node{'s' * (len(nodes) > 1)} {spans(nodes, half)} ({describe_ranks(ranks, half)})"
+    noun = "nodes" if len(nodes) > 1 else "node"
+    return f"{noun} {spans(nodes, half)} ({describe_ranks(ranks, half)})"
 
 
 def describe_ranks(ranks: list[int], longest: int = LONGEST_LIST) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {spans(ranks, longest)}"
+    """Return "rank 1", or "ranks 1-3, 7" for sorted ranks; `longest`: see spans()."""
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    return f"{noun} {spans(ranks, longest)}"

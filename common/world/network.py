@@ -21,13 +21,14 @@ OF_INFINIBAND = r"nccl.*(ib_|ibv|NET/IB|GDR|unhandled system error|ncclSystemErr
 def allow_open_files(number: int) -> int:
     """Let this process have `number` files and connections open, or as many as the hard limit allows; return how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = number if hard == resource.RLIM_INFINITY else min(number, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most
+    limit = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 def free_port() -> int:
+    """Return a TCP port that is free on this host."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
 
@@ -41,13 +42,15 @@ def route_to(address: str) -> Optional[str]:
     return None
 
 
-def of_a_group(own_address: Optional[str]) -> dict[str, str]:
+def group_environment(own_address: Optional[str]) -> dict[str, str]:
     """Return the environment of a process group of Gloo: interfaces(), and two settings with which ranks meet in fewer bytes.
 
     Without them each rank tells an address for each other rank, and of 256 ranks, rank 0 sends 156 MB instead of 12 MB.
     """
-    fewer = {name: os.environ.get(name, "1") for name in ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")}
-    return {**fewer, **interfaces(own_address)}
+    store_settings = {
+        name: os.environ.get(name, "1") for name in ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
+    }
+    return {**store_settings, **interfaces(own_address)}
 
 
 def interfaces(own_address: Optional[str]) -> dict[str, str]:
@@ -82,47 +85,52 @@ def interface_of(address: Optional[str]) -> Optional[str]:
     return None
 
 
-def not_here(environ: Mapping[str, str], backend: str) -> Optional[str]:
+def interface_error(environ: Mapping[str, str], backend: str) -> Optional[str]:
     """Return an error text if the variable of this backend, such as NCCL_SOCKET_IFNAME, names no interface of this node."""
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     setting = environ.get(variable, "")
     names = [name for _, name in socket.if_nameindex()]
-    if not setting or any(_means(setting, name, variable) for name in names):
+    if not setting or any(_selects(setting, name, variable) for name in names):
         return None
     return f"{variable} is {setting}, this node has {', '.join(names)}; unset {variable}"
 
 
-def _means(setting: str, name: str, variable: str) -> bool:
+def _selects(setting: str, name: str, variable: str) -> bool:
     """Whether the list `setting` selects `name`. For NCCL, a name is a prefix unless after "=", and "^" excludes the names."""
     if variable.startswith("GLOO"):
         return name in setting.split(",")
     listed = setting.lstrip("^=").split(",")
-    return (name in listed if "=" in setting[:2] else name.startswith(tuple(listed))) != setting.startswith("^")
+    excludes = setting.startswith("^")
+    if "=" in setting[:2]:
+        return (name in listed) != excludes
+    return name.startswith(tuple(listed)) != excludes
 
 
-def no_adapter(environ: Mapping[str, str]) -> Optional[str]:
+def adapter_warning(environ: Mapping[str, str]) -> Optional[str]:
     """Return a warning if NCCL_IB_HCA, without NCCL_IB_DISABLE=1, names no adapter of this node, so NCCL silently takes TCP."""
     setting = re.sub(r":\d+", "", environ.get("NCCL_IB_HCA", ""))  # without the ports of the adapters
     if not setting or environ.get("NCCL_IB_DISABLE") == "1":
         return None
     names = sorted(os.listdir(ADAPTERS)) if ADAPTERS.is_dir() else []
-    if any(_means(setting, name, "NCCL_IB_HCA") for name in names):
+    if any(_selects(setting, name, "NCCL_IB_HCA") for name in names):
         return None
-    has = ", ".join(names) or "no InfiniBand adapter"
-    found = f"NCCL_IB_HCA is {setting}, this node has {has}: NCCL takes TCP, which is slower"
-    return f"{found}; unset NCCL_IB_HCA, or ask for another node"
+    adapters = ", ".join(names) or "no InfiniBand adapter"
+    warning = f"NCCL_IB_HCA is {setting}, this node has {adapters}: NCCL takes TCP, which is slower"
+    return f"{warning}; unset NCCL_IB_HCA, or ask for another node"
 
 
-def taken_ports(environ: Mapping[str, str]) -> Optional[str]:
+def port_error(environ: Mapping[str, str]) -> Optional[str]:
     """Return an error text if one of 16 ports from HCCL_IF_BASE_PORT on is taken; None with HCCL_HOST_SOCKET_PORT_RANGE."""
     if environ.get("HCCL_HOST_SOCKET_PORT_RANGE") or not environ.get("HCCL_IF_BASE_PORT", "60000").isdigit():
         return None
-    first = int(environ.get("HCCL_IF_BASE_PORT", "60000"))
-    taken = [port for port in range(first, min(first + 16, 65536)) if not _is_free(port)]
+    first_port = int(environ.get("HCCL_IF_BASE_PORT", "60000"))
+    taken = [port for port in range(first_port, min(first_port + 16, 65536)) if not _is_free(port)]
     if not taken:
         return None
     ports = ", ".join(map(str, taken))
-    return f"HCCL needs ports {first} to {first + 15}, and on this node {ports} is taken; give another HCCL_IF_BASE_PORT"
+    return (
+        f"HCCL needs ports {first_port} to {first_port + 15}, and on this node {ports} is taken; give another HCCL_IF_BASE_PORT"
+    )
 
 
 def _is_free(port: int) -> bool:
@@ -137,5 +145,5 @@ def advice(error: Exception) -> str:
     """Return what to try if InfiniBand may have caused this error of NCCL, to be appended to its text; else an empty text."""
     if not re.search(OF_INFINIBAND, str(error), re.IGNORECASE | re.DOTALL):
         return ""
-    tries = "NCCL_IB_DISABLE=1 tries it without InfiniBand, NCCL_NET_GDR_LEVEL=0 without GPUDirect over it"
-    return f"; NCCL_DEBUG=INFO says why; {tries}"
+    remedies = "NCCL_IB_DISABLE=1 tries it without InfiniBand, NCCL_NET_GDR_LEVEL=0 without GPUDirect over it"
+    return f"; NCCL_DEBUG=INFO says why; {remedies}"

@@ -18,27 +18,27 @@ class Server:
 
 def read(path: str) -> list[Server]:
     """Return the rank table's servers in the order of their ranks; UserError if it is unfinished, or not as documented."""
-    where = f"{VARIABLE} {one_line(path)[:200]}"
+    subject = f"{VARIABLE} {one_line(path)[:200]}"
     try:
         with open(path, "rb") as file:
             table = json.loads(file.read(1 << 24))
     except OSError as error:
-        raise UserError(f"{where} cannot be read ({error.strerror}): start the job again, or unset {VARIABLE}") from None
+        raise UserError(f"{subject} cannot be read ({error.strerror}): start the job again, or unset {VARIABLE}") from None
     except (ValueError, RecursionError):
-        raise UserError(f"{where} is damaged, it is no JSON: start the job again") from None
+        raise UserError(f"{subject} is damaged, it is no JSON: start the job again") from None
     try:
         if table["status"] != "completed":
             state = one_line(table["status"])[:40]
-            raise UserError(f"{where} has the status {state!r}: the platform has not finished it; start the job again")
+            raise UserError(f"{subject} has the status {state!r}: the platform has not finished it; start the job again")
         if table["version"] not in VERSIONS:
-            raise UserError(f"{where} has version {one_line(table['version'])[:40]}; {' and '.join(VERSIONS)} are known")
-        servers = [_server(each) for each in table["server_list"]]
-        _judge(servers, int(table["server_count"]))
+            raise UserError(f"{subject} has version {one_line(table['version'])[:40]}; {' and '.join(VERSIONS)} are known")
+        servers = [_server(entry) for entry in table["server_list"]]
+        _require_consistent(servers, int(table["server_count"]))
     except UserError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{where} does not have the documented form ({one_line(repr(error))[:100]}): start the job again"
+            f"{subject} does not have the documented form ({one_line(repr(error))[:100]}): start the job again"
         ) from None
     return sorted(servers, key=lambda server: min(server.cards))
 
@@ -53,9 +53,9 @@ def _server(entry: dict[str, Any]) -> Server:
     return Server(host or None, dict(sorted(cards.items())))
 
 
-def _judge(servers: list[Server], promised: int) -> None:
+def _require_consistent(servers: list[Server], server_count: int) -> None:
     ranks = sorted(rank for server in servers for rank in server.cards)
-    if len(servers) != promised:
-        raise ValueError(f"server_count {promised}, {len(servers)} in the list")
+    if len(servers) != server_count:
+        raise ValueError(f"server_count {server_count}, {len(servers)} in the list")
     if ranks != list(range(len(ranks))):
         raise ValueError("the ranks are not 0, 1, 2 and so on, each once")

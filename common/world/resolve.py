@@ -10,7 +10,7 @@ from typing import Callable, Optional
 
 from common.errors import UserError, count
 from common.world.rules import RULES
-from common.world.world import Given, World
+from common.world.world import LaunchContext, World
 
 PLATFORM = "ANYRANK_PLATFORM"  # set by a node's parent for its workers: the platform, and how it was recognised
 DEFAULT_PORT = 29500  # the same on every node; MASTER_PORT overrides it
@@ -24,7 +24,7 @@ JOB_ID = [
 RESTARTS = {"TORCHELASTIC_RESTART_COUNT": 0, "SLURM_RESTART_COUNT": 0, "MA_SCHEDULE_CNT": 1, "MA_PROC_START_CNT": 1}
 
 
-def here(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> World:
+def find_place(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> World:
     """Return the place of this process, which jobs read as args.world. torch counts the GPUs, unless --enable_gpu is false."""
     from common import devices  # imports torch, which most programs of launch/ do not need
 
@@ -59,9 +59,9 @@ def advice_for_several_devices(job: str) -> str:
 
 def resolve(args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hostname: str, launcher: str = "") -> World:
     """Return this process's place. It reads only init_method, rank, world_size, local_rank and nproc_per_node of `args`."""
-    given = Given(args, environ, gpus, hostname, launcher)
-    place = next(world for rule in RULES if (world := _apply(rule, given)))
-    platform, _, rule = given.env.get(PLATFORM, "").partition(": ")
+    context = LaunchContext(args, environ, gpus, hostname, launcher)
+    place = next(world for rule in RULES if (world := _apply(rule, context)))
+    platform, _, rule = context.env.get(PLATFORM, "").partition(": ")
     if place.level == "node" and place.node_rank >= place.num_nodes:
         raise UserError(f"{place.rule}: node rank {place.node_rank} is not below the number of nodes, {place.num_nodes}")
     if place.rank >= place.world_size:
@@ -71,15 +71,15 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str], gpus: int, hos
         platform=platform or place.platform,
         rule=rule or place.rule,
         master_addr=place.master_addr or "127.0.0.1",
-        master_port=place.master_port or given.number("MASTER_PORT") or DEFAULT_PORT,
-        job_id=next((given.env[name] for name in JOB_ID if name in given.env), ""),
-        restart_count=sum(max(0, given.number(name) - first) for name, first in RESTARTS.items() if name in given.env),
+        master_port=place.master_port or context.number("MASTER_PORT") or DEFAULT_PORT,
+        job_id=next((context.env[name] for name in JOB_ID if name in context.env), ""),
+        restart_count=sum(max(0, context.number(name) - initial) for name, initial in RESTARTS.items() if name in context.env),
     )
 
 
-def _apply(rule: Callable[[Given], Optional[World]], given: Given) -> Optional[World]:
+def _apply(rule: Callable[[LaunchContext], Optional[World]], context: LaunchContext) -> Optional[World]:
     try:
-        return rule(given)
+        return rule(context)
     except UserError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

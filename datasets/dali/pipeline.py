@@ -21,8 +21,8 @@ def need_dali(gpu: Optional[torch.device] = None) -> None:
         import nvidia.dali  # noqa: F401
     except ImportError:
         raise UserError(
-            f"NVIDIA's DALI is missing: pip install nvidia-dali-cuda{devices.toolkit()}0, or take a job or --data_backend that "
-            "works without it"
+            f"NVIDIA's DALI is missing: pip install nvidia-dali-cuda{devices.toolkit_major()}0, or take a job or "
+            "--data_backend that works without it"
         ) from None
 
 

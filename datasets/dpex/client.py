@@ -101,7 +101,7 @@ def _end(process: Child, owner: int) -> None:
     """End the bridge, unless this is a fork of its owner, the training process."""
     if os.getpid() != owner:
         return
-    process.tell("end")
+    process.write_line("end")
     process.end_input()
     try:
         process.wait(STOP_SECONDS)

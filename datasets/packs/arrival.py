@@ -274,9 +274,9 @@ def _started_fetcher(url: str, folder: str) -> Iterator[Callable[..., object]]:
     rank_pid = str(os.getpid())
     node = os.environ.get(heartbeat.PARENT, rank_pid)  # the parent of the ranks of a node, if there is one
     child = Child(process.__name__, rank_pid, node, url, folder, env=_without_pulse())
-    child.hear(progress.say, "what the fetcher says")
+    child.start_reader(progress.say, "what the fetcher says")
     try:
-        yield lambda *order: child.tell(json.dumps(order))
+        yield lambda *order: child.write_line(json.dumps(order))
     finally:
         child.end_input()
 

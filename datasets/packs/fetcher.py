@@ -68,7 +68,7 @@ class Fetcher:
         self._state = state
         self._life = life
         bucket = Bucket(url, lambda text: print(text, flush=True))
-        objects = listing.named(bucket, listing.everything(bucket, None))
+        objects = listing.items_by_path(bucket, listing.list_objects(bucket, None))
         self._ranges = Ranges(bucket, Patience())
         self._passing = Passing(path, state)
         self._indexes = self._read_indexes(indexes, objects)

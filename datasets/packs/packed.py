@@ -24,8 +24,8 @@ import numpy as np
 
 from common import storage
 from common.address import INPUT_DIR, is_bucket, is_fetchable_name, local_folder
-from common.errors import TrainingFailed, UserError, naming_what_is_in_the_way, one_line
-from common.files import read_note, sha256, write_atomically
+from common.errors import TrainingFailed, UserError, one_line, raising_path_conflict
+from common.files import read_json_dict, sha256, write_atomically
 from common.progress import Progress
 from common.storage import bucket, index, once
 from datasets.crc import crc32
@@ -181,14 +181,14 @@ def verify_once(pack: Packed) -> None:
     """Raise a UserError if a shard of raw pixels differs from its SHA-256. Shards are read once per node and after a change."""
     if pack.form != "raw":
         return
-    note_path = os.path.join(index.notes(pack.folder), f"{pack.shards[0]['name']}.verified.json")
+    note_path = os.path.join(index.make_records_folder(pack.folder), f"{pack.shards[0]['name']}.verified.json")
 
     def verify_unless_noted(lease: once.Lease) -> None:
         identities = _identities(pack)  # before they are read, so that a later change is seen
-        if read_note(note_path) == identities:
+        if read_json_dict(note_path) == identities:
             return
         _compare_digests(pack, lease)
-        with naming_what_is_in_the_way(note_path):
+        with raising_path_conflict(note_path):
             write_atomically(note_path, json.dumps(identities).encode())
 
     once.once_per_node(note_path, verify_unless_noted)

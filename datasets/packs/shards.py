@@ -8,7 +8,7 @@ import os
 import threading
 from typing import Callable, Optional, Union
 
-from common.files import read_note, sha256, write_at, write_atomically
+from common.files import read_json_dict, sha256, write_at, write_atomically
 from common.storage import index, once
 from common.storage.bucket import Item
 from common.storage.index import Index
@@ -151,8 +151,8 @@ class Verified:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._path = os.path.join(index.notes(folder), "arrived.json")
-        self._identities = read_note(self._path)
+        self._path = os.path.join(index.make_records_folder(folder), "arrived.json")
+        self._identities = read_json_dict(self._path)
         self._lock = threading.Lock()
 
     def has(self, shard: ShardFile) -> bool:
@@ -175,12 +175,12 @@ class Verified:
 
 def growing_path(folder: str, shard: str, sha256: str) -> str:
     """Return the path of a shard's file until it is whole."""
-    return f"{index.unfinished(folder, f'{shard} {sha256}')}.arriving"
+    return f"{index.unfinished_path(folder, f'{shard} {sha256}')}.arriving"
 
 
 def growing_files(folder: str) -> list[str]:
     """Return the paths of all growing files of a folder, of any version of a pack."""
-    return glob.glob(f"{glob.escape(index.notes(folder))}/*.arriving")
+    return glob.glob(f"{glob.escape(index.make_records_folder(folder))}/*.arriving")
 
 
 def drop_unfinished(folder: str) -> None:

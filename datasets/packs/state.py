@@ -201,17 +201,17 @@ def _namespace() -> int:
 def state_path(folder: str, indexes: Sequence[str]) -> str:
     """Return the path of the State. Another pack has another one, and so has another boot, which has another clock."""
     pack = hashlib.sha256(" ".join(map(sha256, indexes)).encode()).hexdigest()[:16]
-    return os.path.join(index.notes(folder), f"{_boot_digest()}-{pack}.state")
+    return os.path.join(index.make_records_folder(folder), f"{_boot_digest()}-{pack}.state")
 
 
 def states_of_this_boot(folder: str) -> list[str]:
     """Return the paths of the States of a folder that were made since this machine started, of any pack."""
-    return glob.glob(f"{glob.escape(index.notes(folder))}/{_boot_digest()}-*.state")
+    return glob.glob(f"{glob.escape(index.make_records_folder(folder))}/{_boot_digest()}-*.state")
 
 
 def all_states(folder: str) -> list[str]:
     """Return the paths of the States of a folder, of any pack and boot."""
-    return glob.glob(f"{glob.escape(index.notes(folder))}/*.state")
+    return glob.glob(f"{glob.escape(index.make_records_folder(folder))}/*.state")
 
 
 def lease(path: str) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 
 from common.errors import UserError, one_line
 from common.storage.bucket import ObjectChanged
-from common.storage.download import DAMAGED, Damaged
+from common.storage.download import MAX_ATTEMPTS, Damaged
 from common.storage.ranges import Ranges
 from datasets.crc import crc32
 from datasets.packs.passing import Passing
@@ -87,12 +87,12 @@ class UnitFetcher:
 
     def _read_verified(self, shard: ShardFile, unit: slice, begin: int, end: int) -> bytes:
         """Return these bytes of the object, in which the unit's samples have the checksums of the index."""
-        for _ in range(DAMAGED):
+        for _ in range(MAX_ATTEMPTS):
             content = self._read_range(shard, begin, end - begin)
             if self._has_checksums(unit, content, begin):
                 return content
         range_text = f"{one_line(self._url)}/{shard.name}, {end - begin} bytes from {begin} on"
-        raise Damaged(f"{range_text}, arrived {DAMAGED} times with others than its index says")
+        raise Damaged(f"{range_text}, arrived {MAX_ATTEMPTS} times with others than its index says")
 
     def _read_range(self, shard: ShardFile, begin: int, length: int) -> bytes:
         try:

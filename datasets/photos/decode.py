@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from common import devices
-from common.errors import TrainingFailed, is_of_the_system, one_line
+from common.errors import TrainingFailed, is_system_error, one_line
 from common.progress import warn
 from datasets.photos import files, remarks, tiles
 
@@ -76,7 +76,7 @@ class Substitutes:
                 with remarks.report_warnings(functools.partial(name, candidate)):
                     return candidate, decode(candidate)
             except (Undecodable, OSError) as error:
-                if is_of_the_system(error):  # the picture may be good: a start on a repaired disk has to use it
+                if is_system_error(error):  # the picture may be good: a start on a repaired disk has to use it
                     raise
                 self._warn(candidate, one_line(name(candidate)), error)
         raise TrainingFailed(
@@ -241,7 +241,7 @@ def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
     except Undecodable:
         raise
     except Exception as error:
-        if is_of_the_system(error):  # raw pixels are read here
+        if is_system_error(error):  # raw pixels are read here
             raise
         raise Undecodable(one_line(error)[:200]) from None
 
@@ -297,7 +297,7 @@ def slow_decoder_hints() -> Iterator[str]:
     if sys.platform == "linux" and not (find_spec("nvidia") and find_spec("nvidia.nvimgcodec")):
         yield (
             "photographs are decoded by Pillow, which takes about twice as long as nvImageCodec on the CPU: pip install "
-            f"{CODEC[devices.toolkit()]} (50 MB)"
+            f"{CODEC[devices.toolkit_major()]} (50 MB)"
         )
 
 

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Optional
 
 from common import arguments
 from common.address import INPUT_DIR
-from common.errors import UserError, of_a_file, one_line
+from common.errors import UserError, file_error, one_line
 from common.files import open_regular
 from datasets.photos import remarks
 
@@ -123,7 +123,7 @@ def _refuse_circle(parent: str, name: str) -> None:
 def unreadable_error(error: OSError) -> Exception:
     """Return the error to raise, with a hint, for a file or folder of a data set that cannot be read."""
     text = f"{one_line(error.filename)} cannot be read ({error.strerror}): make it readable, or take it out of the data set"
-    return of_a_file(error, text)
+    return file_error(error, text)
 
 
 def open_limited(path: str) -> IO[bytes]:

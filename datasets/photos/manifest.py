@@ -20,7 +20,7 @@ import numpy as np
 
 from common import storage
 from common.address import INPUT_DIR, is_address, is_bucket, is_fetchable_name, local_folder
-from common.errors import UserError, of_a_file, one_line
+from common.errors import UserError, file_error, one_line
 from common.files import open_regular
 from datasets.photos import tree
 
@@ -179,7 +179,7 @@ def _lines(path: str, display_name: str) -> Iterator[tuple[int, Any]]:
                 if line.strip():
                     yield number, line
     except OSError as error:
-        raise of_a_file(error, f"{display_name} cannot be read ({error.strerror}): give the path of a .manifest") from None
+        raise file_error(error, f"{display_name} cannot be read ({error.strerror}): give the path of a .manifest") from None
 
 
 def _parse_row(row: dict) -> tuple[str, list[str], str]:

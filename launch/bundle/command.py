@@ -167,8 +167,8 @@ def _fetched(name: str) -> tuple[str, Path]:
     from common.address import INPUT_DIR
     from common.weights import by_name
 
-    weights = by_name.find_alone(name)
-    return f"{by_name.ALONG.name}/{weights.file}", Path(by_name.fetch(weights, INPUT_DIR))
+    weights = by_name.find_by_full_name(name)
+    return f"{by_name.BUNDLED.name}/{weights.file}", Path(by_name.fetch(weights, INPUT_DIR))
 
 
 def run(options: argparse.Namespace, job_options: Sequence[str]) -> None:

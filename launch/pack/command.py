@@ -30,7 +30,7 @@ from common import storage
 from common.address import is_address, local_folder
 from common.arguments import boolean, number
 from common.errors import TrainingFailed, UserError, one_line, require_folder
-from common.files import MIB, TEMPORARY, read_note, remove, write_atomically
+from common.files import MIB, TEMPORARY, read_json_dict, remove, write_atomically
 from common.progress import Progress, say
 from common.storage import bucket, once, upload
 from common.storage.listing import SPARE
@@ -177,7 +177,7 @@ def _clear(folder: str, identities: dict[str, str], overwrite: bool) -> None:
 
 def _identity(folder: str, split: str) -> Optional[str]:
     """Return the digest of a pack's photographs and settings from .SPLIT-pack.json, else from its index, else None."""
-    if noted := read_note(_marker(folder, split)).get("identity"):
+    if noted := read_json_dict(_marker(folder, split)).get("identity"):
         return noted
     with contextlib.suppress(UserError):
         return packed.read_index(packed.index_path(folder, split), folder, split).identity
@@ -196,18 +196,18 @@ def _need_space(folder: str, need: int) -> None:
 def publish(folder: str, shards: list[str], url: str, overwrite: bool) -> None:
     """Upload the files that the bucket lacks, indexes last; UserError if another pack is there, unless `overwrite`."""
     store = bucket.Bucket(url)
-    there = {store.relative(item.key): item for item in store.items(store.below())}
+    there = {store.relative(item.key): item for item in store.items(store.key_prefix())}
     indexes = [os.path.basename(packed.index_path("", split)) for split in splits.SPLITS]
     missing = [name for name in [*shards, *indexes] if not upload.is_up_to_date(there.get(name), os.path.join(folder, name))]
     for name in [name for name in indexes if name in missing and name in there]:
         if not overwrite:
             raise UserError(f"{one_line(url)} has another pack: give another address, or --overwrite true")
-        store.ask("delete_object", store.below() + name)
+        store.ask("delete_object", store.key_prefix() + name)
     sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in missing}
     progress = Progress(f"publishing to {url}", len(missing), "files", sum(sizes.values()))
 
     def send(name: str, done: Done) -> None:
-        storage.publish(os.path.join(folder, name), f"{store.url(store.below())}{name}")
+        storage.publish(os.path.join(folder, name), f"{store.url(store.key_prefix())}{name}")
         done(sizes[name])
 
     in_threads(UPLOADS, send, [name for name in missing if name not in indexes], progress)

@@ -141,7 +141,7 @@ def _part_of_file(place: str, name: str) -> Part:
 
 def _of_bucket(place: str) -> tuple[dict[str, int], Callable[[str], Part]]:
     store = bucket.Bucket(place)
-    items = {store.relative(item.key): item for item in store.items(store.below())}
+    items = {store.relative(item.key): item for item in store.items(store.key_prefix())}
     reader = ranges.Ranges(store, Patience())
     sizes = {name: item.size for name, item in items.items() if "/" not in name and not name.startswith(".")}
     return sizes, lambda name: functools.partial(reader.read, items[name])

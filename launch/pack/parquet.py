@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
-from common.errors import UserError, of_a_file, one_line
+from common.errors import UserError, file_error, one_line
 from common.files import MIB, TEMPORARY, create
 from launch.pack import index, labels, shards
 from launch.pack.threads import Done
@@ -146,7 +146,7 @@ def _of_arrow(path: str, read: Callable[[], Any]) -> Any:
         return read()
     except (arrow.ArrowException, OSError) as error:
         text = f"{one_line(path)} cannot be read: {one_line(error)[:200]}; fetch it again"
-        raise of_a_file(error, text) if isinstance(error, OSError) else UserError(text) from None
+        raise file_error(error, text) if isinstance(error, OSError) else UserError(text) from None
 
 
 def _classes(schema: Any) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any, Callable
 import numpy as np
 
 from common.errors import UserError, one_line
-from common.files import MIB, TEMPORARY, create, read_note, write_atomically
+from common.files import MIB, TEMPORARY, create, read_json_dict, write_atomically
 from common.progress import say
 from datasets.crc import crc32
 from datasets.packs import packed
@@ -96,7 +96,7 @@ class ShardPlan:
 
     def _note(self, shard: Shard) -> dict[str, Any]:
         """Return the shard's JSON note; {} if it is missing, or if the shard's size or files are not those that it states."""
-        note = read_note(self.note_path(shard))
+        note = read_json_dict(self.note_path(shard))
         with contextlib.suppress(OSError):
             size = os.path.getsize(os.path.join(self.folder, shard.name))
             if (note.get("sources"), note.get("size")) == (self.sources(shard), size):

@@ -17,7 +17,7 @@ import sys
 sys.path.insert(0, {root!r})
 from common import arguments, errors
 from common.job import run_job
-errors.SHOWN = {{{ml!r} + "/failure": {ml!r}, {log!r}: {log!r}}}
+errors.FAILURE_FILES = {{{ml!r} + "/failure": {ml!r}, {log!r}: {log!r}}}
 from common.ranks import group
 
 def main():
@@ -97,7 +97,9 @@ def test_a_place_that_does_not_exist_is_not_made(tmp_path, monkeypatch, capsys):
     missing, log = tmp_path / "ml", tmp_path / "log"
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "elsewhere")
-    monkeypatch.setattr(errors, "SHOWN", {f"{missing}/failure": str(missing), str(log): str(log), str(link): str(tmp_path)})
+    monkeypatch.setattr(
+        errors, "FAILURE_FILES", {f"{missing}/failure": str(missing), str(log): str(log), str(link): str(tmp_path)}
+    )
     errors.report_failure("why\nnot")
     assert capsys.readouterr().err == "error: why\\nnot\n"
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
@@ -105,7 +107,7 @@ def test_a_place_that_does_not_exist_is_not_made(tmp_path, monkeypatch, capsys):
 
 def test_of_processes_started_one_by_one_the_first_cause_stays_and_that_of_an_earlier_start_goes(tmp_path, monkeypatch):
     place = tmp_path / "failure"
-    monkeypatch.setattr(errors, "SHOWN", {str(place): str(tmp_path)})
+    monkeypatch.setattr(errors, "FAILURE_FILES", {str(place): str(tmp_path)})
     place.write_text("error: of a start an hour ago, and longer than what comes\n")
     os.utime(place, (time.time() - 3600,) * 2)
     for cause in ("first", "second"):

@@ -119,7 +119,7 @@ def test_weights_that_cannot_be_written_end_the_run_in_one_line_with_the_last_go
 
 
 def test_a_ledger_that_cannot_be_written_ends_the_run_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(evidence, "own_copy", full)
+    monkeypatch.setattr(evidence, "replace_with_copy", full)
     kept = evidence.Evidence(argparse.Namespace(output_dir=str(tmp_path), ledger=True), print, lambda: "no checkpoint yet")
     with pytest.raises(TrainingFailed, match=r"^the ledger cannot be written: No space left on device; no checkpoint yet$"):
         kept.keep(1, needs_attempt=False, needs_ledger=True)
@@ -225,14 +225,14 @@ from common.run.observers.report import Report
 from common.checkpoints.saver import Saving
 save = Saving.save
 Saving.save = lambda self, *given: (save(self, *given), self.wait())
-kind = {"text": Report, "curves": Files}[sys.argv[1]]
+kind = {"write_text": Report, "draw_curves": Files}[sys.argv[1]]
 setattr(kind, sys.argv[1], lambda *given: os.kill(os.getpid(), signal.SIGKILL))
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("moment", ["text", "curves"])  # before the last checkpoint; after it
+@pytest.mark.parametrize("moment", ["write_text", "draw_curves"])  # before the last checkpoint; after it
 def test_what_a_run_writes_at_its_end_is_there_after_a_kill_and_another_start(finished, tmp_path, moment):
     (tmp_path / "killed.py").write_text(KILLED)
     words = [tmp_path / "killed.py", moment, *command("train", *TINY, "--output_dir", tmp_path / "out")[1:]]

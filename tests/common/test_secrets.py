@@ -57,7 +57,7 @@ def test_a_text_of_a_hundred_thousand_letters_is_masked_too():
 
 
 def test_what_an_error_quotes_of_an_address_is_hidden_too():
-    known = secrets.parts_of("https://me:pass%20word@host/path?sig=a%2Fbc&x=1#frag")
+    known = secrets.secret_parts("https://me:pass%20word@host/path?sig=a%2Fbc&x=1#frag")
     assert secrets.mask("nonnumeric port: 'pass%20word@host' in /path?sig=a%2Fbc&x=1", *known) == (
         "nonnumeric port: '***@host' in /path?***"
     )

@@ -361,9 +361,9 @@ def test_the_clock_adds_up_each_phase_between_two_lines_of_the_log(now):
     told.begin_lap()
     for number in range(4):
         take_a_step(told, now, 0.75, 1.0)
-        told.transferred(0.25, beside=False)  # of the time that was taken for waiting
+        told.add_transfer(0.25, overlaps=False)  # of the time that was taken for waiting
         trained += 8
-        assert told.stepped(8, trained) == (number == 0 or now[0] >= 100 + 1.75 + clock.LINE_SECONDS)
+        assert told.count_step(8, trained) == (number == 0 or now[0] >= 100 + 1.75 + clock.LINE_SECONDS)
         if number == 0:
             assert told.lap()["images_per_s"] == pytest.approx(8 / 1.75)
     told.enter("save", 4)  # what is shown and written is no part of the speed
@@ -388,25 +388,25 @@ def test_a_line_of_the_log_is_due_after_the_first_step_of_an_epoch_then_after_so
     told = clock.Clock(line_every=3)
     due = []
     for number in range(7):
-        due.append(told.stepped(8, 8 * number))
+        due.append(told.count_step(8, 8 * number))
         if due[-1]:
             told.lap()
     assert due == [True, False, False, True, False, False, True]
     told.begin_lap()
-    assert told.stepped(8, 64)
+    assert told.count_step(8, 64)
     told = clock.Clock()
-    assert told.stepped(8, 8) and told.lap() and not told.stepped(8, 16)
+    assert told.count_step(8, 8) and told.lap() and not told.count_step(8, 16)
     told.enter("save", 2)
     now[0] += clock.LINE_SECONDS
-    assert not told.stepped(8, 24), "of training"
+    assert not told.count_step(8, 24), "of training"
     take_a_step(told, now, 0, clock.LINE_SECONDS)
-    assert told.stepped(8, 32)
+    assert told.count_step(8, 32)
 
 
 def test_a_transfer_beside_the_computing_takes_no_time_of_its_own(now):
     told = clock.Clock()
     take_a_step(told, now, 0.5, 1.5)
-    told.transferred(1.0, beside=True)
+    told.add_transfer(1.0, overlaps=True)
     assert told.read()["training"] == 2 and told.lap()["transfer"] == 0.5
 
 
@@ -587,11 +587,11 @@ def test_an_error_in_a_data_set_names_the_sample_and_shows_where_it_was(workers)
     error = RuntimeError("connection reset\nby peer")  # such words are no reason to take another rank for lost
     with pytest.raises(SampleError) as failed:
         list(torch_batches(Broken(error, 17), EpochSampler(64, 16, seed=1), workers))
-    assert failed.value.line == "sample 17: RuntimeError: connection reset\\nby peer" and not is_victim(failed.value)
+    assert failed.value.log_line == "sample 17: RuntimeError: connection reset\\nby peer" and not is_victim(failed.value)
     assert "raise self.error" in "".join(traceback.format_exception(failed.value))
     with pytest.raises(SampleError) as failed:
         list(torch_batches(Broken(KeyError("pair")), InOrder(64, 2), workers))
-    assert failed.value.line == "one of samples 0, 1: KeyError: 'pair'"
+    assert failed.value.log_line == "one of samples 0, 1: KeyError: 'pair'"
 
 
 def test_an_error_that_says_what_it_is_about_stays_as_it_is():
@@ -642,7 +642,7 @@ def test_on_a_gpu_a_data_set_without_worker_processes_draws_what_it_draws_on_a_c
     """It is asked between two steps, which use the same generators; batches of worker processes are made during a step."""
     expected = [batch for batch, _ in loaded(epoch=0)]
     assert not SampleLoader(Words(), EpochSampler(20, 4, seed=3), CPU, 1, collate_fn=padded).beside, "a CPU has no queue"
-    monkeypatch.setattr(devices, "has_queues", lambda device: True)
+    monkeypatch.setattr(devices, "has_streams", lambda device: True)
     alone, helped = (
         SampleLoader(Words(), EpochSampler(20, 4, seed=3), CPU, *workers, collate_fn=padded) for workers in ((), (1,))
     )

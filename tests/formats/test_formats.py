@@ -168,5 +168,5 @@ def test_what_was_fetched_is_not_fetched_again(tmp_path):
     (tmp_path / "large.part").write_bytes(bytes(20))
     (tmp_path / "large.part.json").write_text('{"etag": "e", "size": 20, "part": 8}\n0\n2\n')
     parts = Parts(str(tmp_path / "large"), item, 8)
-    assert parts.there == {0, 2} and parts.count == 3
+    assert parts.fetched == {0, 2} and parts.count == 3
     parts.close()

@@ -99,14 +99,14 @@ def main(first, last, script, *options):
         if number in marks:
             devices.synchronize(self.device)
         ends.append(time.perf_counter())
-        if number in (first, last) and devices.has_queues(self.device):
+        if number in (first, last) and devices.has_streams(self.device):
             found.setdefault("reserved MiB", []).append(round(torch.cuda.memory_reserved(self.device) / 2**20))
         if number == last:
             pairs = zip(marks, marks[1:])
             found["images/s"] = [round((b - a) * self.global_batch / (ends[b - 1] - ends[a - 1]), 1) for a, b in pairs]
             longest = max(after - before for before, after in zip(ends[first - 1 :], ends[first:]))
             found["longest step, ms"] = round(1000 * longest, 1)
-            if devices.has_queues(self.device):
+            if devices.has_streams(self.device):
                 found["peak MiB"] = round(torch.cuda.max_memory_allocated(self.device) / 2**20)
             heartbeat.report_end(0)
             end(found)

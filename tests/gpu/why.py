@@ -80,7 +80,7 @@ import time
 import torch
 from common.devices import choice
 began = time.perf_counter()
-choice._wake(torch.device("cuda", 0))
+choice._initialize_gpu(torch.device("cuda", 0))
 print(f"torch._dynamo and the GPU's first operation {time.perf_counter() - began:.2f} s")
 """
 

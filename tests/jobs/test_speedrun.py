@@ -151,7 +151,7 @@ def test_the_resnet_begins_with_filters_that_patches_differ_by():
     filters = next(speedrun.resnet(images).parameters())
     torch.testing.assert_close(filters.flatten(1).norm(dim=1), torch.ones(64))
     torch.testing.assert_close(filters[27:54], -filters[:27])
-    answers = torch.nn.functional.conv2d(speedrun.normalise(images), filters[:27]).transpose(0, 1).flatten(1)
+    answers = torch.nn.functional.conv2d(speedrun.normalised(images), filters[:27]).transpose(0, 1).flatten(1)
     moments = answers @ answers.T / answers.shape[1]
     assert (moments - moments.diagonal().diag()).abs().max() < 1e-3 * moments.max()
 
@@ -160,7 +160,7 @@ def test_the_norms_are_measured_on_the_pictures_as_they_are():
     model = torch.nn.Sequential(torch.nn.BatchNorm2d(3)).train()
     model(torch.randn(8, 3, 4, 4) + 100)
     speedrun.measure_norms(model, IMAGES, torch.arange(6).split(2))
-    torch.testing.assert_close(model[0].running_mean, speedrun.normalise(IMAGES).mean(dim=(0, 2, 3)), atol=1e-3, rtol=0)
+    torch.testing.assert_close(model[0].running_mean, speedrun.normalised(IMAGES).mean(dim=(0, 2, 3)), atol=1e-3, rtol=0)
 
 
 def test_accuracy_counts_every_test_image_once():
@@ -175,7 +175,7 @@ def test_the_small_network_begins_with_independent_patches():
     torch.manual_seed(0)
     images = torch.randint(256, (500, 3, 8, 8)).float().cumsum(-1).cumsum(-2).remainder(256).to(torch.uint8)
     model = speedrun.Small(images)
-    first = model[0](speedrun.normalise(images)) - model[0].bias.view(1, -1, 1, 1)
+    first = model[0](speedrun.normalised(images)) - model[0].bias.view(1, -1, 1, 1)
     answers = first[:, :12].transpose(0, 1).flatten(1)
     moments = answers @ answers.T / answers.shape[1]
     assert (moments - torch.eye(12)).abs().max() < 0.01

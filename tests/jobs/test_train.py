@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common import VERSION, arguments, devices
-from common.models.resnet import FEW, Across, resnet18
+from common.models.resnet import FEW_CHANNELS, PointwiseConv2d, resnet18
 from common.run import about, first_lines
 from common.run.run import Run
 from datasets import cifar10
@@ -123,10 +123,10 @@ def test_the_weights_are_those_of_the_modelarts_sample(finished):
     } <= weights.keys()
 
 
-@pytest.mark.parametrize("channels", [FEW - 1, FEW])
+@pytest.mark.parametrize("channels", [FEW_CHANNELS - 1, FEW_CHANNELS])
 def test_few_channels_overwrite_no_memory_and_have_the_gradients_of_a_convolution(channels):
     """With torch's own layer this process is killed where a CPU has AVX2 alone."""
-    layer = Across(channels, 16, kernel_size=1, stride=2, bias=False).to(memory_format=torch.channels_last)
+    layer = PointwiseConv2d(channels, 16, kernel_size=1, stride=2, bias=False).to(memory_format=torch.channels_last)
     images = torch.randn(64, channels, 32, 32).to(memory_format=torch.channels_last).requires_grad_()
     for _ in range(10):
         images.grad = layer.weight.grad = None
@@ -471,8 +471,8 @@ def test_on_an_nvidia_gpu_a_new_run_is_advised_to_compile(
     run.device = torch.device(device)
     monkeypatch.setattr(first_lines.devices, "describe", str)
     about = {"arguments": {}}
-    assert (first_lines.COMPILE in first_lines.of_run(run, None, None)) == advised
-    assert first_lines.COMPILE not in first_lines.of_run(run, ({}, about, "some.pt"), None)
+    assert (first_lines.COMPILE_ADVICE in first_lines.of_run(run, None, None)) == advised
+    assert first_lines.COMPILE_ADVICE not in first_lines.of_run(run, ({}, about, "some.pt"), None)
 
 
 def test_one_platform_node_trains_although_the_platform_injects_its_arguments(tmp_path):

@@ -254,7 +254,7 @@ def test_beside_ours_it_is_left_alone(argv, environ):
 )
 def test_results_that_would_go_with_the_container_are_warned_of(output, environ, kept, monkeypatch):
     monkeypatch.setattr(folders.os.path, "ismount", lambda path: path in ("/", "/cache", "/proc"))
-    why = folders.not_kept(types.SimpleNamespace(output_dir=output, output_url=None), environ)
+    why = folders.loss_reason(types.SimpleNamespace(output_dir=output, output_url=None), environ)
     assert why is None if kept else why.startswith(f"the platform does not keep {output}: it keeps what is in /")
 
 
@@ -281,7 +281,7 @@ def test_the_log_and_the_doctor_say_that_results_are_not_kept(tmp_path, monkeypa
     monkeypatch.setattr(folders.os.path, "ismount", lambda path: path == "/")
     monkeypatch.chdir(tmp_path)
     args = parse("--custom_data", "true")
-    rows = [finding for finding in examination._of_node(args, args.world) if finding.what == "output"]
+    rows = [finding for finding in examination._node_findings(args, args.world) if finding.check == "output"]
     assert [row.severity for row in rows] == ["good", "bad"]
 
 

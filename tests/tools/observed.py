@@ -14,7 +14,7 @@ from datasets.sampler import EpochSampler
 
 LINE = {"loss": 1.25, "lr": 0.05, "seconds_left": 64.0, "skipped": 0,
         "speed": {"images_per_s": 100.0, "waiting_for_data": 0.1, "transfer": 0.1, "compute": 0.8}}  # fmt: skip
-EPOCH = {"whole": True, "metrics": {}, "scores": None, "skipped": 0}
+EPOCH = {"is_complete": True, "metrics": {}, "scores": None, "skipped": 0}
 
 
 def options(folder, **more):

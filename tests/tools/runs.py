@@ -6,7 +6,8 @@ import math
 import numpy as np
 from PIL import Image
 
-from common.report.page import SHOWN, SIDE
+from common.report.page import SQUARE_SIDE as SIDE
+from common.report.page import SQUARES_PER_ROW as SHOWN
 
 TIME = 1_800_000_000.0
 

@@ -7,35 +7,36 @@ from typing import Any, Optional
 
 from common import progress
 
-LEAST = 10  # columns of the bar itself
-USUAL = os.terminal_size((100, 24))  # of a terminal that reports no columns, as a container's may
-FORM = "{desc} |{bar}| {n_fmt}/{total_fmt}"
+LEAST_COLUMNS = 10  # columns of the bar itself
+DEFAULT_SIZE = os.terminal_size((100, 24))  # of a terminal that reports no columns, as a container's may
+FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt}"
 
 
 def open_bar(name: str, total: int, done: int = 0) -> Optional["Bar"]:
     """Return a new bar; None where nobody would see it, as in a file, or without tqdm."""
-    drawn = progress.bar(total=total, initial=done, desc=name, leave=False, bar_format=FORM)
-    return None if drawn is None else Bar(drawn, name, total)
+    tqdm_bar = progress.bar(total=total, initial=done, desc=name, leave=False, bar_format=FORMAT)
+    return None if tqdm_bar is None else Bar(tqdm_bar, name, total)
 
 
 class Bar:
-    def __init__(self, drawn: Any, name: str, total: int):
+    def __init__(self, tqdm_bar: Any, name: str, total: int):
         self.total = total
-        self._drawn = drawn
+        self._tqdm_bar = tqdm_bar
         self._columns_without_bar = len(f"{name} || {total}/{total}")
 
     def move_to(self, done: int) -> None:
-        self._drawn.update(done - self._drawn.n)
+        self._tqdm_bar.update(done - self._tqdm_bar.n)
 
-    def say(self, words: Sequence[str]) -> None:
+    def show_words(self, words: Sequence[str]) -> None:
+        """Show as many of these words behind the bar as fit on the terminal."""
         columns, rows = terminal_size()
-        self._drawn.ncols = columns
-        self._drawn.nrows = rows
-        self._drawn.bar_format = FORM + words_that_fit(words, columns - self._columns_without_bar - LEAST)
-        self._drawn.refresh()
+        self._tqdm_bar.ncols = columns
+        self._tqdm_bar.nrows = rows
+        self._tqdm_bar.bar_format = FORMAT + words_that_fit(words, columns - self._columns_without_bar - LEAST_COLUMNS)
+        self._tqdm_bar.refresh()
 
     def close(self) -> None:
-        self._drawn.close()
+        self._tqdm_bar.close()
 
 
 def terminal_size() -> os.terminal_size:
@@ -43,8 +44,8 @@ def terminal_size() -> os.terminal_size:
     try:
         size = os.get_terminal_size(sys.stderr.fileno())
     except (OSError, ValueError):  # a notebook
-        return USUAL
-    return size if size.columns else USUAL
+        return DEFAULT_SIZE
+    return size if size.columns else DEFAULT_SIZE
 
 
 def words_that_fit(words: Sequence[str], columns: int) -> str:

@@ -24,20 +24,20 @@ class Files(Observer):
         self._side_files = side_files
 
     def began(self, facts: Facts, **_: object) -> None:
-        self._curves_drawn = time.monotonic()
+        self._curves_drawn_at = time.monotonic()
         self._write_metrics(facts)
         self._write_state(facts)
 
-    def epoch_ended(self, facts: Facts, whole: bool, **_: object) -> None:
-        if whole:
+    def epoch_ended(self, facts: Facts, is_complete: bool, **_: object) -> None:
+        if is_complete:
             self._write_metrics(facts)
 
     def saved(self, facts: Facts, **_: object) -> None:
-        if time.monotonic() - self._curves_drawn >= CURVES_SECONDS:
-            self.curves(facts)
+        if time.monotonic() - self._curves_drawn_at >= CURVES_SECONDS:
+            self.draw_curves(facts)
 
     def ended(self, facts: Facts) -> None:
-        self.curves(facts)
+        self.draw_curves(facts)
         self._write_state(facts)
 
     def picture(self, _facts: Facts, name: str, pixels: torch.Tensor, **_: object) -> None:
@@ -51,14 +51,14 @@ class Files(Observer):
 
     def _write_state(self, facts: Facts) -> None:
         """Write to state.json whether the run is finished. Exit code 0 does not tell: --max_hours ends with 0 as well."""
-        state = {"finished": facts.plan.finished(facts.position), "epoch": facts.position.epoch, "epochs": self._epochs}
+        state = {"finished": facts.plan.is_finished(facts.position), "epoch": facts.position.epoch, "epochs": self._epochs}
         self._side_files.write("state.json", json.dumps(state).encode() + b"\n")
 
-    def curves(self, facts: Facts) -> None:
+    def draw_curves(self, facts: Facts) -> None:
         """Draw the losses and, if measured, accuracy, PSNR and SSIM over the epochs, if this rank writes and has matplotlib."""
-        self._curves_drawn = time.monotonic()
+        self._curves_drawn_at = time.monotonic()
         history = facts.results.history
-        if not self._side_files.writes or not history or not packages.there(packages.FIGURES):
+        if not self._side_files.writes or not history or not packages.is_available(packages.FIGURES):
             return
         from matplotlib.figure import Figure
 
@@ -82,8 +82,12 @@ class Files(Observer):
 def panels_of(metrics: Mapping[str, float]) -> dict[str, dict[str, str]]:
     """Return {title of a figure: {metric: label of its line}} for the metrics that are drawn."""
     panels = {"loss": {"train_loss": "training", "loss": "validation"}, **{name: {name: name} for name in DRAWN_ALONE}}
-    there = {title: {name: label for name, label in lines.items() if name in metrics} for title, lines in panels.items()}
-    return {title: lines for title, lines in there.items() if lines}
+    drawn = {}
+    for title, lines in panels.items():
+        measured = {name: label for name, label in lines.items() if name in metrics}
+        if measured:
+            drawn[title] = measured
+    return drawn
 
 
 def png(pixels: torch.Tensor) -> bytes:

@@ -35,70 +35,76 @@ class Journal(Observer):
     def __init__(self, _args: argparse.Namespace, device: torch.device, side_files: SideFiles):
         self._device = device
         self._side_files = side_files
-        self._active = False
-        self._early: list[dict] = []
+        self._is_active = False
+        self._early_rows: list[dict] = []
         # The seconds of each phase, the samples of this start and the epoch, as of the last row.
-        self._last: tuple[Mapping[str, float], int, int] = ({}, 0, 1)
+        self._last_row: tuple[Mapping[str, float], int, int] = ({}, 0, 1)
 
     def began(self, facts: Facts, about: dict) -> None:
-        self._last = (*self._last[:2], facts.position.epoch + 1)
+        self._last_row = (*self._last_row[:2], facts.position.epoch + 1)
         if not self._side_files.writes:
             return
-        self._active = True
-        early = self._early
-        self._early = []
-        for row in early:
+        self._is_active = True
+        early_rows = self._early_rows
+        self._early_rows = []
+        for row in early_rows:
             self._append("journal.jsonl", row)
-        self._event("start", **about)
+        self._write_event("start", **about)
 
-    def line(self, facts: Facts, loss: float, lr: float, **_: object) -> None:
-        self._row(facts, facts.position.epoch + 1, loss, lr)
+    def log_due(self, facts: Facts, loss: float, lr: float, **_: object) -> None:
+        self._write_row(facts, facts.position.epoch + 1, loss, lr)
 
-    def saved(self, facts: Facts, whole: bool) -> None:
-        self._row(facts, facts.position.epoch + (not whole))
+    def saved(self, facts: Facts, is_complete: bool) -> None:
+        epoch = facts.position.epoch
+        if not is_complete:
+            epoch += 1  # the position does not count it
+        self._write_row(facts, epoch)
 
-    def ending(self, facts: Facts, how: str, why: Optional[str]) -> None:
-        self._event("end", how=how, why=why, **facts.position.row(facts.position.epoch))
+    def ending(self, facts: Facts, outcome: str, reason: Optional[str]) -> None:
+        self._write_event("end", how=outcome, why=reason, **facts.position.row(facts.position.epoch))
 
     def ended(self, facts: Facts) -> None:
-        self._row(facts, self._last[2])
+        self._write_row(facts, self._last_row[2])
 
     def failed(self, facts: Facts, error: BaseException) -> None:
         if not (is_victim(error) and (heartbeat.has_parent() or heartbeat.has_watcher())):  # they know the cause and record it
-            why = one_line(f"{type(error).__name__}: {error}")[:500]
-            self._event("end", how="failed", why=why, **facts.position.row(facts.position.epoch))
+            reason = one_line(f"{type(error).__name__}: {error}")[:500]
+            self._write_event("end", how="failed", why=reason, **facts.position.row(facts.position.epoch))
 
-    def picture(self, _facts: Facts, name: str, what: dict, **_: object) -> None:
-        self._event("picture", name=name, **what)
+    def picture(self, _facts: Facts, name: str, details: dict, **_: object) -> None:
+        self._write_event("picture", name=name, **details)
 
-    def nodes(self, facts: Facts, news: str, ranks: int, pause: float) -> None:
-        self._event("nodes", text=news, ranks=ranks, pause=round(pause, 1), samples=facts.position.samples_seen)
+    def nodes_changed(self, facts: Facts, news: str, ranks: int, pause: float) -> None:
+        self._write_event("nodes", text=news, ranks=ranks, pause=round(pause, 1), samples=facts.position.samples_seen)
 
-    def said(self, _facts: Optional[Facts], text: str) -> None:
+    def logged(self, _facts: Optional[Facts], text: str) -> None:
         """Record a line of the log that is a warning or advice."""
         if text.startswith(("warning: ", "advice: ")):
-            self._event("warning", text=one_line(text).partition(": ")[2])
+            self._write_event("warning", text=one_line(text).partition(": ")[2])
 
-    def _event(self, event: str, **facts: Any) -> None:
+    def _write_event(self, event: str, **facts: Any) -> None:
         row = {"time": round(time.time(), 3), "event": event, **facts}
-        if self._active:
+        if self._is_active:
             self._append("journal.jsonl", row)
         else:
-            self._early.append(row)
+            self._early_rows.append(row)
 
-    def _row(self, facts: Facts, epoch: int, loss: Optional[float] = None, lr: Optional[float] = None) -> None:
-        before, seen, _ = self._last
-        trained = facts.position.samples_seen - facts.plan.began_at.samples_seen
-        self._last = (facts.seconds, trained, epoch)
-        images = trained - seen
-        if not self._active:
+    def _write_row(self, facts: Facts, epoch: int, loss: Optional[float] = None, lr: Optional[float] = None) -> None:
+        previous_seconds, previous_samples, _ = self._last_row
+        samples = facts.position.samples_seen - facts.plan.start_position.samples_seen
+        self._last_row = (facts.seconds, samples, epoch)
+        images = samples - previous_samples
+        if not self._is_active:
             return
-        passed = {phase: spent - before.get(phase, 0.0) for phase, spent in facts.seconds.items()}
-        training = passed.pop("training")
+        elapsed = {phase: seconds - previous_seconds.get(phase, 0.0) for phase, seconds in facts.seconds.items()}
+        training = elapsed.pop("training")
+        rate = None
+        if images and training > 0:
+            rate = round(images / training, 3)
         row = {
             "time": round(time.time(), 3), **facts.position.row(epoch), "loss": loss, "lr": lr, "images": images,
-            "images_per_s": round(images / training, 3) if images and training > 0 else None,
-            **{phase: round(spent, 4) for phase, spent in passed.items()},
+            "images_per_s": rate,
+            **{phase: round(seconds, 4) for phase, seconds in elapsed.items()},
             "peak_memory_mib": round(devices.peak_memory(self._device) / 2**20, 1),
         }  # fmt: skip
         moments.announce("row", row)
@@ -108,8 +114,8 @@ class Journal(Observer):
         self._side_files.append(name, json.dumps(row).encode() + b"\n")
 
 
-def rate_before(folder: str) -> Optional[float]:
-    """Return the median images per second in the last rows of speed.jsonl, from earlier starts; None if they tell none."""
+def earlier_rate(folder: str) -> Optional[float]:
+    """Return the median images per second in the last rows of speed.jsonl; None without any."""
     rates = []
     for line in _last_lines(os.path.join(folder, "speed.jsonl")):
         with contextlib.suppress(ValueError, RecursionError):  # a line that was cut off by a kill
@@ -123,8 +129,8 @@ def rate_before(folder: str) -> Optional[float]:
 def _last_lines(path: str) -> list[bytes]:
     """Return the lines that begin in the last TAIL bytes of a file; none if it cannot be read."""
     with contextlib.suppress(OSError), open_regular(path) as file:
-        begin = max(0, file.seek(0, os.SEEK_END) - TAIL)
-        file.seek(begin)
+        offset = max(0, file.seek(0, os.SEEK_END) - TAIL)
+        file.seek(offset)
         lines = file.readlines()
-        return lines[1:] if begin else lines
+        return lines[1:] if offset else lines
     return []

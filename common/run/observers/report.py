@@ -23,67 +23,72 @@ class Report(Observer):
     def __init__(self, args: argparse.Namespace, _device: torch.device, side_files: SideFiles):
         self._folder = args.output_dir
         self._side_files = side_files
-        self._due = 0.0
+        self._page_due_at = 0.0
         self._scores: Optional[Scores] = None
         self._epoch = 0  # in which the scores were measured
-        self._written: Optional[Scores] = None  # the scores that are in the files
+        self._written_scores: Optional[Scores] = None  # the scores that are in the files
 
     def began(self, _facts: Facts, **_: object) -> None:
-        self._due = self._due or time.monotonic() + REPORT_SECONDS
+        self._page_due_at = self._page_due_at or time.monotonic() + REPORT_SECONDS
 
     def epoch_ended(self, facts: Facts, scores: Optional[Scores], **_: object) -> None:
         if scores is not None:
             self._scores = scores
             self._epoch = facts.position.epoch
             if facts.plan.limit(facts.position):  # before the checkpoint, after which a start does not evaluate again
-                self.text(scores)
+                self.write_text(scores)
 
-    def line(self, _facts: Facts, **_: object) -> None:
-        self._page_if_due()
+    def log_due(self, _facts: Facts, **_: object) -> None:
+        self._write_page_if_due()
 
     def saved(self, _facts: Facts, **_: object) -> None:
-        self._page_if_due()
+        self._write_page_if_due()
 
-    def _page_if_due(self):
-        if time.monotonic() >= self._due:
-            self.page()
+    def _write_page_if_due(self):
+        if time.monotonic() >= self._page_due_at:
+            self.write_page()
 
     def ended(self, _facts: Facts) -> None:
-        self.page()
+        self.write_page()
 
     def failed(self, _facts: Facts, **_: object) -> None:
-        self.page()
+        self.write_page()
 
-    def text(self, scores: Scores) -> None:
+    def write_text(self, scores: Scores) -> None:
         """If this rank writes, write report.json, and confusions and (with scikit-learn) precision and recall to report.txt."""
         if not self._side_files.writes:
             return
         self._write_scores()
         confusion = scores.confusion
         classes = [one_line(name) for name in scores.classes]  # folders have any name
-        lines = [table(confusion, classes)] if packages.there(packages.TABLE) else []
-        lines += matrix(confusion, classes) if len(classes) <= MOST_COLUMNS else pairs(scores)
+        lines = []
+        if packages.is_available(packages.TABLE):
+            lines.append(table(confusion, classes))
+        if len(classes) <= MOST_COLUMNS:
+            lines += matrix(confusion, classes)
+        else:
+            lines += pairs(scores)
         self._side_files.write("report.txt", "\n".join([*lines, ""]).encode())
 
-    def page(self) -> None:
-        """If this rank writes, write report.json if its scores are new, and announce that for report.html to be made."""
+    def write_page(self) -> None:
+        """If this rank writes, write new scores to report.json, and let a listener make report.html."""
         if not self._side_files.writes:
             return
-        began = time.monotonic()
+        began_at = time.monotonic()
         self._write_scores()
         moments.announce("written", self._folder, self._side_files.write)
         now = time.monotonic()
-        self._due = now + max(REPORT_SECONDS, 100 * (now - began))
+        self._page_due_at = now + max(REPORT_SECONDS, 100 * (now - began_at))
 
     def _write_scores(self):
-        if self._scores is None or self._scores is self._written:
+        if self._scores is None or self._scores is self._written_scores:
             return
-        said = self._scores.as_json()
+        content = self._scores.as_json()
         picture = self._scores.picture()
-        self._side_files.write("report.json", json.dumps({"epoch": self._epoch, **said}).encode() + b"\n")
+        self._side_files.write("report.json", json.dumps({"epoch": self._epoch, **content}).encode() + b"\n")
         if picture is not None:
             self._side_files.write(os.path.join("examples", "mistakes.png"), png(picture))
-        self._written = self._scores
+        self._written_scores = self._scores
 
 
 def table(confusion: torch.Tensor, classes: list[str]) -> str:
@@ -98,19 +103,22 @@ def table(confusion: torch.Tensor, classes: list[str]) -> str:
 
 def matrix(confusion: torch.Tensor, classes: list[str]) -> list[str]:
     """Return the lines of the confusion matrix: columns are headed by the numbers of the classes, rows by number and name."""
-    widest = max(5, len(str(int(confusion.max()))) + 1)
-    name = max(map(len, classes))
+    count_width = max(5, len(str(int(confusion.max()))) + 1)
+    name_width = max(map(len, classes))
     title = "Confusion matrix: rows are the true class, columns the predicted one, by its number."
-    header = " " * (name + 5) + "".join(f"{number:>{widest}}" for number in range(len(classes)))
-    counts = ["".join(f"{count:{widest}d}" for count in row) for row in confusion.tolist()]
+    header = " " * (name_width + 5) + "".join(f"{number:>{count_width}}" for number in range(len(classes)))
+    counts = ["".join(f"{count:{count_width}d}" for count in row) for row in confusion.tolist()]
     return [
         title,
         "",
         header,
-        *(f"{number:>3} {label:<{name}} {row}" for number, (label, row) in enumerate(zip(classes, counts))),
+        *(f"{number:>3} {label:<{name_width}} {row}" for number, (label, row) in enumerate(zip(classes, counts))),
     ]
 
 
 def pairs(scores: Scores) -> list[str]:
-    rows = [f"{count:6d}  {one_line(true)} -> {one_line(given)}" for true, given, count in scores.confused(MOST_COLUMNS)]
+    """Return lines with the most frequent confusions, in place of a matrix that would be too wide."""
+    rows = [
+        f"{count:6d}  {one_line(true)} -> {one_line(predicted)}" for true, predicted, count in scores.confused(MOST_COLUMNS)
+    ]
     return [f"The {len(rows)} most frequent confusions: how often, true class -> predicted class.", "", *rows]

@@ -20,38 +20,39 @@ class TensorBoard(Observer):
         self._side_files = side_files
         self._file: Optional[str] = None  # once there is something to write
 
-    def line(self, facts: Facts, loss: float, lr: float, speed: dict, **_: object) -> None:
+    def log_due(self, facts: Facts, loss: float, lr: float, speed: dict, **_: object) -> None:
         speeds = {f"speed/{name}": value for name, value in speed.items()}
-        self._scalars(facts, {"train/loss": loss, "train/lr": lr, **speeds})
+        self._add_scalars(facts, {"train/loss": loss, "train/lr": lr, **speeds})
 
     def epoch_ended(self, facts: Facts, metrics: dict, **_: object) -> None:
-        self._scalars(facts, {f"test/{name}": value for name, value in metrics.items()})
+        self._add_scalars(facts, {f"test/{name}": value for name, value in metrics.items()})
 
     def picture(self, facts: Facts, name: str, pixels: torch.Tensor, **_: object) -> None:
         step = facts.position.total_steps
-        if self._is_wanted():
+        if self._is_enabled():
             self._add(step, image(step, name, pixels))
 
-    def _scalars(self, facts: Facts, values: dict[str, float]) -> None:
+    def _add_scalars(self, facts: Facts, values: dict[str, float]) -> None:
         step = facts.position.total_steps
-        if self._is_wanted():
+        if self._is_enabled():
             self._add(step, *(scalar(step, name, value) for name, value in values.items()))
 
-    def _is_wanted(self):
-        return self._side_files.writes and packages.there(packages.EVENTS)
+    def _is_enabled(self):
+        return self._side_files.writes and packages.is_available(packages.EVENTS)
 
     def _add(self, step: int, *records: bytes) -> None:
         if self._file is None:
             self._file = os.path.join(self._folder, file_name())
-            records = (beginning(step), *records)
+            records = (first_records(step), *records)
         self._side_files.append(self._file, b"".join(records))
 
 
 def file_name() -> str:
+    """Return a new file's name in the form that TensorBoard looks for."""
     return f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
 
 
-def beginning(step: int) -> bytes:
+def first_records(step: int) -> bytes:
     """Return the first records of a file whose events replace those of earlier files from this step on."""
     from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -59,6 +60,7 @@ def beginning(step: int) -> bytes:
 
 
 def scalar(step: int, name: str, value: float) -> bytes:
+    """Return an event with a number."""
     from torch.utils.tensorboard import summary
 
     return _record(step, summary=summary.scalar(name, value))

@@ -24,19 +24,24 @@ class Tracker(Observer):
         self._tools = args.track
         self._folder = args.output_dir
         self._side_files = side_files
-        self._started: dict[str, tuple[Child, threading.Thread]] = {}  # {tool: (process, thread that repeats what it says)}
-        self._away: set[str] = set()  # tools that take no rows at present
+        self._processes: dict[str, tuple[Child, threading.Thread]] = {}  # {tool: (process, thread that repeats what it says)}
+        self._unavailable: set[str] = set()  # tools that take no rows at present
 
     def began(self, _facts: Facts, **_: object) -> None:
-        for tool in self._tools.split(",") if self._side_files.writes and not self._started else ():
+        if not self._side_files.writes or self._processes:
+            return
+        for tool in self._tools.split(","):
             child = Child(follow.__name__, self._folder, tool)
-            self._started[tool] = child, child.hear(functools.partial(self._said, tool), f"what {tool} says")
+            self._processes[tool] = child, child.start_reader(functools.partial(self._relay, tool), f"what {tool} says")
 
-    def _said(self, tool: str, line: str) -> None:
-        self._away = self._away | {tool} if line.startswith("warning: ") else self._away - {tool}
+    def _relay(self, tool: str, line: str) -> None:
+        if line.startswith("warning: "):
+            self._unavailable = self._unavailable | {tool}
+        else:
+            self._unavailable = self._unavailable - {tool}
         self._side_files.say(line)
 
-    def left(self, _facts: Facts, **_: object) -> None:
+    def closed(self, _facts: Facts, **_: object) -> None:
         self._end(STOP_SECONDS if STOPS.noted else END_SECONDS)
 
     def failed(self, _facts: Facts, **_: object) -> None:
@@ -44,15 +49,15 @@ class Tracker(Observer):
 
     def _end(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        for child, _ in self._started.values():
-            child.tell("end")
-        for tool, (child, hears) in self._started.items():
-            while child.poll() is None and tool not in self._away and time.monotonic() < deadline:
+        for child, _ in self._processes.values():
+            child.write_line("end")
+        for tool, (child, reader) in self._processes.items():
+            while child.poll() is None and tool not in self._unavailable and time.monotonic() < deadline:
                 time.sleep(0.05)
             if child.poll() is None:
                 child.kill()
-                if tool not in self._away:
-                    lacks = f"python -m launch track {self._folder} --to {tool} sends what it lacks"
-                    self._side_files.say(f"warning: {tool} has not taken all rows within {seconds} s; {lacks}")
-            hears.join(1)
-        self._started = {}
+                if tool not in self._unavailable:
+                    advice = f"python -m launch track {self._folder} --to {tool} sends what it lacks"
+                    self._side_files.say(f"warning: {tool} has not taken all rows within {seconds} s; {advice}")
+            reader.join(1)
+        self._processes = {}

@@ -36,71 +36,73 @@ class TrainJob(Observer):
         self._side_files = side_files
         self._status: dict[str, Any] = {}
         self._metrics: dict[str, float] = {}
-        self._over = threading.Event()
+        self._is_over = threading.Event()
         self._reporter: Optional[threading.Thread] = None
-        self._refused = False
+        self._is_refused = False
 
     def began(self, facts: Facts, **_: object) -> None:
-        self._note(facts, None)
+        self._update_status(facts, None)
         if self._side_files.writes and self._reporter is None:
             self._reporter = threading.Thread(target=self._report, name="the progress of the TrainJob", daemon=True)
             self._reporter.start()
 
-    def line(self, facts: Facts, loss: float, lr: float, seconds_left: Optional[float], **_: object) -> None:
+    def log_due(self, facts: Facts, loss: float, lr: float, seconds_left: Optional[float], **_: object) -> None:
         self._metrics.update(train_loss=loss, lr=lr)
-        self._note(facts, seconds_left)
+        self._update_status(facts, seconds_left)
 
     def epoch_ended(self, facts: Facts, metrics: dict, **_: object) -> None:
         self._metrics.update(metrics)
-        self._note(facts, None)
+        self._update_status(facts, None)
 
-    def left(self, facts: Facts, **_: object) -> None:
-        self._note(facts, 0 if facts.plan.finished(facts.position) else None)
+    def closed(self, facts: Facts, **_: object) -> None:
+        self._update_status(facts, 0 if facts.plan.is_finished(facts.position) else None)
         self._end()
 
     def failed(self, _facts: Facts, **_: object) -> None:
         self._end()
 
-    def _note(self, facts: Facts, seconds_left: Optional[float]) -> None:
+    def _update_status(self, facts: Facts, seconds_left: Optional[float]) -> None:
         """Prepare the next report."""
-        at = facts.position
-        values = {"epoch": at.epoch, "step": at.total_steps, **self._metrics}
+        position = facts.position
+        values = {"epoch": position.epoch, "step": position.total_steps, **self._metrics}
         numbers = {name: value for name, value in values.items() if is_finite(value)}
         metrics = [{"name": name[:LONGEST_NAME], "value": f"{number:.6g}"} for name, number in numbers.items()]
-        is_known = seconds_left is not None and math.isfinite(seconds_left)
-        time_left = {"estimatedRemainingSeconds": int(seconds_left or 0)} if is_known else {}
-        self._status = {"progressPercentage": percent(facts), "metrics": metrics[:MOST_METRICS], **time_left}
+        status = {"progressPercentage": percent(facts), "metrics": metrics[:MOST_METRICS]}
+        if seconds_left is not None and math.isfinite(seconds_left):
+            status["estimatedRemainingSeconds"] = int(seconds_left)
+        self._status = status
 
     def _report(self) -> None:
         is_over = False
         while not is_over:
             self._send(self._status)
-            is_over = self._over.wait(PAUSE_SECONDS)
+            is_over = self._is_over.wait(PAUSE_SECONDS)
         self._send(self._status)
 
     def _send(self, status: dict[str, Any]) -> None:
-        """Send a report. The first of those that are refused is told in the log."""
+        """Send a report. Log a warning for the first of several failures in a row."""
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         try:
             post({**status, "lastUpdatedTime": now})
-            self._refused = False
+            self._is_refused = False
         except (OSError, http.client.HTTPException, ValueError) as error:
-            if not self._refused:
+            if not self._is_refused:
                 self._side_files.say(f"warning: the TrainJob's controller does not take this run's progress: {one_line(error)}")
-            self._refused = True
+            self._is_refused = True
 
     def _end(self) -> None:
-        self._over.set()
+        self._is_over.set()
         if self._reporter:
             self._reporter.join(2 * PATIENCE_SECONDS)
 
 
 def percent(facts: Facts) -> int:
-    at = facts.position
-    if facts.plan.finished(at):
+    """Return the percentage of the samples that are done; 100 only if the run is finished."""
+    position = facts.position
+    if facts.plan.is_finished(position):
         return 100
-    done = at.epoch * facts.plan.sampler.samples_per_epoch + at.consumed
-    return min(99, 100 * done // max(1, done + facts.plan.samples_left(at)))
+    done = position.epoch * facts.plan.sampler.samples_per_epoch + position.consumed
+    return min(99, 100 * done // max(1, done + facts.plan.samples_left(position)))
 
 
 def is_finite(value: object) -> bool:
@@ -115,5 +117,5 @@ def post(status: dict[str, Any]) -> None:
     body = json.dumps({"trainerStatus": status}).encode()
     request = urllib.request.Request(os.environ[URL], body, headers, method="POST")
     context = ssl.create_default_context(cafile=os.environ.get(CA))
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
-    direct.open(request, timeout=PATIENCE_SECONDS).close()
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    opener.open(request, timeout=PATIENCE_SECONDS).close()

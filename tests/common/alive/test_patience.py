@@ -93,7 +93,7 @@ def test_the_time_is_a_phase_of_its_own_unless_the_rank_computes_meanwhile(now, 
     now[0] += 2
     seconds = run.read()
     assert seconds["waiting_for_storage"] == counted
-    assert seconds[clock.OF_THE_HEARTBEAT[phase]] == 42 - counted
+    assert seconds[clock.PHASE_OF_HEARTBEAT[phase]] == 42 - counted
 
 
 def watched(folder, pid=None):

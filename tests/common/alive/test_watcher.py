@@ -120,8 +120,11 @@ run_job(main)
 def test_of_a_job_that_ends_nothing_is_said_and_nothing_left(tmp_path):
     with alone(tmp_path, command("train", *TINY)) as process:
         wait_for(lambda: "epoch=1/2" in log_of(tmp_path), process, "an epoch")
-        files = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in os.listdir(f"/proc/{process.pid}/fd")]
-        folders = {os.path.dirname(file) for file in files if file.endswith(".stack")}
+        folders = set()
+        for number in os.listdir(f"/proc/{process.pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                file = os.readlink(f"/proc/{process.pid}/fd/{number}")
+                folders |= {os.path.dirname(file)} if file.endswith(".stack") else set()
         assert len(folders) == 1 and process.wait(PATIENCE) == 0
     assert silent(tmp_path) and not any(map(os.path.exists, folders))
 
@@ -160,10 +163,12 @@ def test_what_a_killed_job_and_its_watcher_have_left_goes_with_the_next_start(tm
 
 def test_a_temporary_folder_that_is_used_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    mine = files.scratch_folder()
+    mine = files.create_scratch_folder()
     (tmp_path / re.sub("-[^-]*$", "-killed", mine)).mkdir()
     (tmp_path / "anyrank-run-another-host").mkdir()
-    assert {mine, files.scratch_folder(), str(tmp_path / "anyrank-run-another-host")} == set(map(str, tmp_path.iterdir()))
+    assert {mine, files.create_scratch_folder(), str(tmp_path / "anyrank-run-another-host")} == set(
+        map(str, tmp_path.iterdir())
+    )
 
 
 def test_the_line_after_a_stack_that_was_cut_off_begins_a_line(tmp_path):

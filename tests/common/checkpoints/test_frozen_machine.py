@@ -141,19 +141,19 @@ def contents(store, where):
 def test_what_a_start_tries_after_another_one_has_claimed_the_folder_fails(tmp_path, monkeypatch):
     (tmp_path / "kept").write_text("of the first")
     files.claim(str(tmp_path))
-    grows = files.own_copy(str(tmp_path / "grows"))
+    grows = files.replace_with_copy(str(tmp_path / "grows"))
     first = dict(files.CLAIMED)
     files.write_aside(str(tmp_path / "late"), b"of the first")
     files.CLAIMED.clear()
     (left,) = files.claim(str(tmp_path))
     assert left.endswith("late.unfinished")
     files.tidy()
-    with files.own_copy(str(tmp_path / "grows")) as its:
+    with files.replace_with_copy(str(tmp_path / "grows")) as its:
         its.write(b"of the second\n")
     grows.write(b"of the first\n")
     monkeypatch.setattr(files, "CLAIMED", first)
     assert files.is_taken_over()
-    for tries in (files.give_name, files.remove, files.own_copy, lambda path: files.write_atomically(path, b"")):
+    for tries in (files.give_name, files.remove, files.replace_with_copy, lambda path: files.write_atomically(path, b"")):
         with pytest.raises(files.TakenOver, match="another start of this run writes there by now"):
             tries(str(tmp_path / "late"))
     assert (tmp_path / "grows").read_text() == "of the second\n" and (tmp_path / "kept").read_text() == "of the first"

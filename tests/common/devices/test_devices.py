@@ -94,7 +94,7 @@ def test_one_slice_of_a_gpu_is_a_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a, MIG-b")
     assert devices.count() == 2
     assert chosen(TORCHRUN, 1, monkeypatch) == torch.device("cuda", 0)
-    assert devices.slices() == ["MIG-b"] and devices.identity(torch.device("cuda", 0)) == "MIG-b"
+    assert devices.mig_slices() == ["MIG-b"] and devices.identity(torch.device("cuda", 0)) == "MIG-b"
 
 
 @pytest.mark.parametrize("gpus, name", [(1, ""), (8, "cuda:0")])
@@ -119,7 +119,7 @@ def test_the_parent_of_a_node_refuses_more_workers_than_gpus(asked, gpus, refuse
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     said = pytest.raises(UserError, match="2 processes on a node with 1 GPU: give --nproc_per_node 1, or --enable_gpu false")
     with said if refused else contextlib.nullcontext():
-        devices.require_one_each(args)
+        devices.require_enough_devices(args)
 
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100a", "sm_120"]

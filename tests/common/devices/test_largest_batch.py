@@ -8,7 +8,7 @@ import torch
 
 from common import arguments
 from common.devices import largest_batch, portions
-from common.devices.diagnosis import full_device
+from common.devices.diagnosis import out_of_memory_message
 from common.devices.largest_batch import FITS, NO_MEMORY, TOO_FEW_SAMPLES, largest, with_margin
 from common.errors import TooFewSamples, UserError
 from datasets.dali.batches import is_fault_of_picture
@@ -115,7 +115,7 @@ def test_where_nothing_is_found_the_reason_is_said(monkeypatch, code, words, sai
     ],
 )
 def test_a_full_device_is_known_by_the_words_of_dali_and_triton_too(text):
-    assert full_device(RuntimeError(text)) and not is_fault_of_picture(RuntimeError(text))
+    assert out_of_memory_message(RuntimeError(text)) and not is_fault_of_picture(RuntimeError(text))
 
 
 class Ended(Exception):

@@ -250,15 +250,19 @@ def test_a_bucket_that_cannot_be_read(reachable, monkeypatch, url, env, found):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     (finding,) = stores.check_bucket(url, "data", inputs="input_dir")
-    assert finding.severity == BAD and found in f"{finding.found}: {finding.do}" and finding.do
+    assert finding.severity == BAD and found in f"{finding.result}: {finding.remedy}" and finding.remedy
 
 
 def test_a_bucket_larger_than_the_disk(reachable, monkeypatch):
     monkeypatch.setattr(stores, "SPARE", 1 << 60)
     found = list(stores.check_bucket("s3://data/cifar", "data", inputs="input_dir"))
-    assert [finding.severity for finding in found] == [GOOD, GOOD, BAD] and "objects to be fetched need" in found[-1].found
-    *_, passes = stores.check_bucket("s3://data/cifar", "data", inputs="input_dir", passes=True)
-    assert passes.severity == DOUBTFUL and passes.found == found[-1].found and passes.do.endswith("comes again in every epoch")
+    assert [finding.severity for finding in found] == [GOOD, GOOD, BAD] and "objects to be fetched need" in found[-1].result
+    *_, passes = stores.check_bucket("s3://data/cifar", "data", inputs="input_dir", is_streamed=True)
+    assert (
+        passes.severity == DOUBTFUL
+        and passes.result == found[-1].result
+        and passes.remedy.endswith("comes again in every epoch")
+    )
 
 
 def test_a_web_server(tmp_path):
@@ -291,13 +295,13 @@ def test_gpus_that_are_missing_or_busy(monkeypatch):
     assert checks.check_gpus(False, here(env={"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "8"}), []).severity == GOOD
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     text = "0, GPU-aa, 4, 0\n1, GPU-bb, 70000, 99\n2, GPU-cc, 5, [N/A]\n"
-    assert checks.parse_cards(text, None) == [(0, 4, 0), (1, 70000, 99), (2, 5, 0)]
-    assert checks.parse_cards(text, "0,GPU-cc") == [(0, 4, 0), (2, 5, 0)]
-    assert checks.check_gpus(None, here(gpus=2), checks.parse_cards(text, "0,2")).severity == GOOD
-    busy = checks.check_gpus(None, here(gpus=2), checks.parse_cards(text, None))
-    assert busy.severity == DOUBTFUL and "GPU 1 has 70000 MiB in use" in busy.found
+    assert checks.parse_gpu_usage(text, None) == [(0, 4, 0), (1, 70000, 99), (2, 5, 0)]
+    assert checks.parse_gpu_usage(text, "0,GPU-cc") == [(0, 4, 0), (2, 5, 0)]
+    assert checks.check_gpus(None, here(gpus=2), checks.parse_gpu_usage(text, "0,2")).severity == GOOD
+    busy = checks.check_gpus(None, here(gpus=2), checks.parse_gpu_usage(text, None))
+    assert busy.severity == DOUBTFUL and "GPU 1 has 70000 MiB in use" in busy.result
     lost = checks.check_gpus(None, here(gpus=2, env={"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "8"}), [])
-    assert lost.severity == BAD and "torch sees 2, modelarts says that this node has 8" in lost.found
+    assert lost.severity == BAD and "torch sees 2, modelarts says that this node has 8" in lost.result
 
 
 @pytest.mark.parametrize(
@@ -314,12 +318,12 @@ def test_gpus_that_are_missing_or_busy(monkeypatch):
 def test_the_interface(env, severity, words):
     place = types.SimpleNamespace(num_nodes=1, master_addr="127.0.0.1", level="node")
     found = checks.check_interface(place, env)
-    assert found.severity == severity and words in found.found
+    assert found.severity == severity and words in found.result
 
 
 def test_a_batch_script_of_slurm_that_forgot_srun():
     found = checks.check_place(here(env={"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4"}))
-    assert found.severity == DOUBTFUL and "start the job with srun" in found.do
+    assert found.severity == DOUBTFUL and "start the job with srun" in found.remedy
 
 
 def test_another_node_may_remove_the_folders_that_it_made_from_under_this_one(tmp_path, monkeypatch):
@@ -342,13 +346,13 @@ def test_shared_memory_for_nccl(tmp_path):
     for need, severity in ((0, GOOD), (free // 2, GOOD), (2 * free, DOUBTFUL)):
         assert checks.check_shm(need, tmp_path).severity == severity
     found = checks.check_shm(1, tmp_path / "none")
-    assert found.severity == DOUBTFUL and "--shm-size" in found.do
+    assert found.severity == DOUBTFUL and "--shm-size" in found.remedy
 
 
 def test_nodes_without_a_common_secret():
     assert checks.check_secret(True, 6666).severity == GOOD
     found = checks.check_secret(False, 6666)
-    assert found.severity == DOUBTFUL and "port 6666" in found.found and "ANYRANK_SECRET" in found.do
+    assert found.severity == DOUBTFUL and "port 6666" in found.result and "ANYRANK_SECRET" in found.remedy
 
 
 @pytest.mark.parametrize("ahead, severity", [(0.4, GOOD), (-3, DOUBTFUL), (3600, BAD), (-301, BAD)])
@@ -372,7 +376,7 @@ def test_the_table_is_short_however_many_nodes_there_are():
 
 def test_what_another_node_says_cannot_forge_a_line():
     ((node, finding),) = examination.decode([[1, ["good", "disk", "enough\nbad  everything", ""]]])
-    assert node == 1 and "\n" not in finding.found
+    assert node == 1 and "\n" not in finding.result
 
 
 class Formed(Exception):

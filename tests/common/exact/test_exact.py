@@ -255,7 +255,7 @@ def test_without_an_order_the_mean_is_the_same_but_for_its_last_bits():
 
 
 class FirstOfTwo:
-    """The first of two ranks, as collectives.All; the other one sends zeros. `sent`: how many values at a time."""
+    """The first of two ranks, as collectives.AllRanks; the other one sends zeros. `sent`: how many values at a time."""
 
     rank, size, work = 0, 2, types.SimpleNamespace(wait=lambda: None)
 

@@ -24,9 +24,9 @@ def echo(tmp_path, monkeypatch):
 def test_it_is_told_lines_and_heard_until_its_input_ends(tmp_path, monkeypatch):
     said = []
     child = echo(tmp_path, monkeypatch)
-    hears = child.hear(said.append, "what it says")
-    child.tell("one")
-    child.tell("größer")
+    hears = child.start_reader(said.append, "what it says")
+    child.write_line("one")
+    child.write_line("größer")
     child.end_input()
     assert child.wait(PATIENCE) == 0
     hears.join(PATIENCE)
@@ -37,6 +37,6 @@ def test_one_that_has_ended_is_told_nothing(tmp_path, monkeypatch):
     child = echo(tmp_path, monkeypatch)
     child.kill()
     assert child.wait(PATIENCE) == -signal.SIGKILL
-    child.tell("one")
+    child.write_line("one")
     child.end_input()
     child.stdout.close()

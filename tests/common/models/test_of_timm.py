@@ -200,12 +200,12 @@ def test_a_wrong_name_and_a_missing_package_are_a_line(timm, monkeypatch):
 
 def test_what_a_run_of_another_network_had_is_not_taken(timm):
     before = {"arch": "resnet50", "image_size": 48, "crop_pct": None, "mean": [0.1, 0.2, 0.3]}
-    values, _ = of_timm.pictures(SimpleNamespace(arch="timm/test_vit", given={"image_size"}, image_size=64), before)
+    values, _ = of_timm.image_options(SimpleNamespace(arch="timm/test_vit", given={"image_size"}, image_size=64), before)
     assert (values["image_size"], values["crop_pct"], values["mean"]) == (64, 0.95, HALF)
-    values, _ = of_timm.pictures(SimpleNamespace(arch="timm/test_vit", given={}), {**before, "arch": "timm/test_vit"})
+    values, _ = of_timm.image_options(SimpleNamespace(arch="timm/test_vit", given={}), {**before, "arch": "timm/test_vit"})
     assert (values["image_size"], values["crop_pct"], values["mean"]) == (48, 0.95, (0.1, 0.2, 0.3))
     assert (
-        of_timm.pictures(SimpleNamespace(arch="timm/volo_d4_448", given={}), {})[0]["crop_pct"] == 1
+        of_timm.image_options(SimpleNamespace(arch="timm/volo_d4_448", given={}), {})[0]["crop_pct"] == 1
     )  # of 1.15: nothing is padded
 
 

@@ -117,8 +117,8 @@ def test_the_rows_of_speed_add_up_to_the_run(finished):
     for row in [row for row in rows if row["images"]]:
         training = row["waiting_for_data"] + row["transfer"] + row["compute"]
         assert row["images_per_s"] == pytest.approx(row["images"] / training, rel=0.02) and row["peak_memory_mib"] > 100
-    assert clock.PHASES == page.PHASES and set(clock.OF_THE_HEARTBEAT.values()) < set(clock.PHASES)
-    assert (scores.SHOWN, scores.SIDE) == (page.SHOWN, page.SIDE)
+    assert clock.PHASES == page.PHASES and set(clock.PHASE_OF_HEARTBEAT.values()) < set(clock.PHASES)
+    assert (scores.SHOWN, scores.SIDE) == (page.SQUARES_PER_ROW, page.SQUARE_SIDE)
 
 
 def test_the_journal_tells_of_every_start_and_how_it_ended(tmp_path):
@@ -176,7 +176,7 @@ class Warns(torch.utils.data.Dataset):
 def journal_of(folder, begun=True):
     """That hears the lines of the log, as the observers of a run do."""
     told = observed.observer(Journal, folder)
-    moments.listen(type("Hears", (), {"said": lambda _, text: told.said(None, text)})())
+    moments.listen(type("Hears", (), {"said": lambda _, text: told.logged(None, text)})())
     if begun:
         told.began(observed.facts(folder), about={})
     return told
@@ -194,14 +194,14 @@ def test_what_cannot_be_written_is_said_once_and_written_later_whoever_warns(tmp
     told, facts = journal_of(tmp_path), observed.facts(tmp_path)
     with monkeypatch.context() as full:
         full.setattr(side_files, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
-        told.line(facts, **observed.LINE)
+        told.log_due(facts, **observed.LINE)
     said = capsys.readouterr().out
     assert said.count("speed.jsonl cannot be written") == said.count("journal.jsonl cannot be written") == 1
     threads = [threading.Thread(target=lambda: [progress.say("warning: again") for _ in range(200)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for _ in range(200):
-        told.line(facts, **observed.LINE)
+        told.log_due(facts, **observed.LINE)
     for thread in threads:
         thread.join()
     rows = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
@@ -274,7 +274,7 @@ def test_steps_that_a_restart_took_again_count_once_in_the_curves(tmp_path):
     lines(tmp_path / "run" / "speed.jsonl", [*found.speed, {**found.speed[5], "time": TIME + 3610}])
     lines(tmp_path / "run" / "journal.jsonl", [*found.journal[:2], {**again, "time": TIME + 3600}])
     found = report.RunFiles.read(found.folder)
-    assert [row["samples"] for row in found.trained()] == [100, 200, 300, 400, 500, 600]
+    assert [row["samples"] for row in found.training_rows()] == [100, 200, 300, 400, 500, 600]
     assert found.seconds() == 110, "from each start to its last sign, not the hour between them"
 
 
@@ -284,7 +284,7 @@ def test_a_start_that_died_before_its_first_row_went_back_all_the_same(tmp_path)
     found = report.RunFiles.read(str(folder))
     more = [{**again, "time": TIME + 3600, "samples": 500}, {**again, "time": TIME + 3700, "samples": 400}]
     lines(folder / "journal.jsonl", [*found.journal[:2], *more])
-    assert [row["samples"] for row in report.RunFiles.read(str(folder)).trained()] == [100, 200, 300, 400]
+    assert [row["samples"] for row in report.RunFiles.read(str(folder)).training_rows()] == [100, 200, 300, 400]
 
 
 def test_nothing_that_a_file_holds_is_run_and_all_of_it_is_shown(tmp_path):
@@ -341,13 +341,13 @@ def test_a_long_run_has_a_small_page(tmp_path):
 def test_of_a_very_long_run_rows_are_put_together_and_their_sums_stay(tmp_path, monkeypatch):
     folder = made_up(tmp_path / "run", epochs=3, steps=50)
     whole = report.RunFiles.read(str(folder))
-    monkeypatch.setattr(left, "GROUPED", (folder / "speed.jsonl").stat().st_size // 9)
+    monkeypatch.setattr(left, "LARGEST_UNJOINED", (folder / "speed.jsonl").stat().st_size // 9)
     few = report.RunFiles.read(str(folder))
     assert (len(whole.speed), len(few.speed)) == (150, 15)
-    for name in left.ADDED:
+    for name in left.SUMMED:
         assert sum(row.get(name, 0) for row in few.speed) == pytest.approx(sum(row.get(name, 0) for row in whole.speed)), name
     assert Parsed(report.of_one(few)).tables["phases"] == Parsed(report.of_one(whole)).tables["phases"]
-    assert set(left.ADDED) == {"images", *clock.PHASES, *ARRIVED_COLUMNS}
+    assert set(left.SUMMED) == {"images", *clock.PHASES, *ARRIVED_COLUMNS}
 
 
 def test_it_says_where_the_data_of_each_epoch_came_from(tmp_path):

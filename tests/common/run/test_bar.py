@@ -135,14 +135,14 @@ def test_the_width_is_that_of_the_terminal_that_the_bar_is_drawn_on(monkeypatch)
     os.close(ours)
     with open(os.devnull, "w") as nowhere, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", nowhere)
-        assert bar.terminal_size() == bar.USUAL
+        assert bar.terminal_size() == bar.DEFAULT_SIZE
 
 
 def test_a_late_number_is_the_last_that_was_asked_for():
-    number = devices.LateNumber(torch.device("cpu"))
+    number = devices.AsyncScalar(torch.device("cpu"))
     assert number.read() is None
-    number.ask(torch.tensor(2.5))
-    number.ask(torch.tensor(1.5))
+    number.start_copy(torch.tensor(2.5))
+    number.start_copy(torch.tensor(1.5))
     assert number.read() == 1.5
 
 
@@ -158,16 +158,16 @@ def test_a_number_that_the_device_has_not_computed_is_not_waited_for(monkeypatch
     events = [Event(), Event()]
     recorded = iter(events)
     work = sys.modules["common.devices.work"]
-    monkeypatch.setattr(work.kinds, "has_queues", lambda device: True)
+    monkeypatch.setattr(work.kinds, "has_streams", lambda device: True)
     monkeypatch.setattr(work, "current_stream", lambda device: None)
     monkeypatch.setattr(work, "record_event", lambda stream: next(recorded))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    number = devices.LateNumber(torch.device("cpu"))
-    number.ask(torch.tensor(2.5))
+    number = devices.AsyncScalar(torch.device("cpu"))
+    number.start_copy(torch.tensor(2.5))
     assert number.read() is None
     events[0].is_over = True
     assert number.read() == 2.5
-    number.ask(torch.tensor(1.5))
+    number.start_copy(torch.tensor(1.5))
     assert number.read() is None
 
 
@@ -185,7 +185,7 @@ def lines_of(seconds, epochs, tmp_path, monkeypatch, capsys, **options):
         shown.epoch_began(facts)
         for _ in range(int(seconds / epochs / 5)):
             now[0] += 5
-            shown.line(facts, **observed.LINE)
+            shown.log_due(facts, **observed.LINE)
         shown.epoch_ended(facts, **observed.EPOCH)
     return capsys.readouterr().out.splitlines()
 
@@ -204,7 +204,7 @@ def test_the_first_step_of_an_epoch_has_no_line_but_for_the_first_of_a_start(tmp
     shown = observed.observer(console.Console, tmp_path, shows=True, writes=False)
     for steps in (1, 5, 1, 5):
         now[0] += 60
-        shown.line(observed.facts(tmp_path, Position(consumed=128 * steps)), **observed.LINE)
+        shown.log_due(observed.facts(tmp_path, Position(consumed=128 * steps)), **observed.LINE)
     assert re.findall(r"step=(\d)/10", capsys.readouterr().out) == ["1", "5", "5"]
 
 

@@ -45,7 +45,7 @@ class Loop:
             step(number)
             self.gradients.end_step()
             after_it(number)
-            found.append((self.saved(), not self.gradients.update_wait()))
+            found.append((self.saved(), not self.gradients.should_wait()))
         return found
 
     def hooks(self):

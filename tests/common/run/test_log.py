@@ -94,11 +94,11 @@ def replayed(run, now):
             now[0] += row[part]
         left.enter("start", 0)
         if row["step"]:
-            left.stepped(1, row["samples"])
+            left.count_step(1, row["samples"])
             samples = run["samples_per_epoch"] * run["epochs"] - row["samples"]
             yield now[0] / whole, left.seconds_left(samples, -(-samples // run["samples_per_epoch"])), whole - now[0]
         else:
-            left.evaluated()
+            left.count_evaluation()
 
 
 @pytest.mark.parametrize("name", RECORDED["runs"])

@@ -243,7 +243,7 @@ def test_the_next_command_goes_on(tmp_path):
     assert "--max_steps" not in command and "--epochs 2" in command
     words = ["jobs/train.py", "--max_steps=2", "--lr", "1", "--max-steps", "3"]
     args = types.SimpleNamespace(world=types.SimpleNamespace(num_nodes=1, local_world_size=1))
-    assert restart_command(args, words, without=["max_steps"]) == "python jobs/train.py --lr 1"
+    assert restart_command(args, words, omit=["max_steps"]) == "python jobs/train.py --lr 1"
 
 
 @pytest.mark.parametrize(
@@ -269,4 +269,4 @@ def test_the_first_five_of_five_classes_say_nothing():
         found = types.SimpleNamespace(
             classes=["x"] * classes, accuracy=0.5, top5=1.0, loss=1.0, per_class=lambda: [("x", 3, 0.5)]
         )
-        assert ("top5" in imagenet.bucket_name(found)) == (classes > 5)
+        assert ("top5" in imagenet.named(found)) == (classes > 5)

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 from common.checkpoints.position import Position
-from common.run.observers import Observer, Observers, console, of_a_rank
+from common.run.observers import Observer, Observers, console, observers_of_rank
 from common.run.observers.files import Files
-from common.run.observers.journal import Journal, rate_before
+from common.run.observers.journal import Journal, earlier_rate
 from common.run.observers.report import Report
 from common.run.observers.tensorboard import TensorBoard
 from common.run.scores import Scores
@@ -25,7 +25,7 @@ import os, runpy, signal, sys
 from common.run import observers
 
 how, name, *sys.argv = sys.argv[1:]
-of_a_rank = observers.of_a_rank
+of_a_rank = observers.observers_of_rank
 
 def fail(*_, **__):
     raise RuntimeError("as a test wants it")
@@ -42,14 +42,14 @@ def changed(*rank):
         setattr(kind, moment, fail)
     return kinds
 
-observers.of_a_rank = changed
+observers.observers_of_rank = changed
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 def names():
     args = observed.options(ROOT, profile=True)
-    return [kind.__name__ for kind in of_a_rank(args, shows=True, writes=True, may_write=True)]
+    return [kind.__name__ for kind in observers_of_rank(args, shows=True, writes=True, may_write=True)]
 
 
 def trained(folder, how, name, job, options, code=0):
@@ -105,14 +105,14 @@ class Hears(Observer):
     def __init__(self, heard):
         self._heard = heard
 
-    def line(self, fact, **_):
+    def log_due(self, fact, **_):
         self._heard.append(fact)
 
-    ended = line
+    ended = log_due
 
 
 class Fails(Observer):
-    def line(self, fact, **_):
+    def log_due(self, fact, **_):
         raise OSError(28, "no space left")
 
     def saved(self, fact, **_):
@@ -135,33 +135,33 @@ def test_the_curves_have_the_loss_of_the_validation_beside_that_of_the_training(
 
 def told(*present):
     observers = Observers(observed.options(ROOT), None, SideFiles("/none", shows=True, writes=False), may_write=False)
-    observers._present = list(present)
+    observers._active = list(present)
     return observers
 
 
 def test_the_others_are_told_when_one_fails_and_that_one_is_told_nothing_more(capsys):
     observers = told(Fails(), Hears(heard := []))
     for moment, fact in (
-        (Observer.line, 1),
+        (Observer.log_due, 1),
         (Observer.epoch_began, 2),
-        (Observer.line, 3),
+        (Observer.log_due, 3),
         (Observer.ended, 4),
         (Observer.epoch_began, 5),
     ):
-        observers.tell(moment, fact)
+        observers.notify(moment, fact)
     warning = "warning: Fails has failed, and the run goes on without it: OSError: [Errno 28] no space left\n"
     assert heard == [1, 3, 4] and capsys.readouterr().out == warning
 
 
 def test_what_a_dead_loader_process_raises_in_an_observer_is_not_its_failure():
     with pytest.raises(RuntimeError, match="DataLoader worker"):
-        told(Fails()).tell(Observer.saved, 5)
+        told(Fails()).notify(Observer.saved, 5)
 
 
 def test_an_observer_that_fails_while_the_job_does_says_nothing_and_the_others_are_told(tmp_path, capsys):
     observers = told(Fails(), journal := observed.observer(Journal, tmp_path))
     journal.began(facts := observed.facts(tmp_path), about={})
-    observers.tell(Observer.epoch_began, facts)
+    observers.notify(Observer.epoch_began, facts)
     observers.failure(ValueError("of the job"))
     assert not any(capsys.readouterr())
     assert [json.loads(line).get("why") for line in (tmp_path / "journal.jsonl").open()] == [None, "ValueError: of the job"]
@@ -170,7 +170,7 @@ def test_an_observer_that_fails_while_the_job_does_says_nothing_and_the_others_a
 def test_the_failure_of_an_observer_is_said_also_by_a_rank_that_shows_nothing(capsys):
     observers = told(Fails())
     observers._side_files.shows = False
-    observers.tell(Observer.line, 1)
+    observers.notify(Observer.log_due, 1)
     assert "warning: Fails has failed" in capsys.readouterr().out
 
 
@@ -185,7 +185,7 @@ def test_the_failure_of_an_observer_is_said_also_by_a_rank_that_shows_nothing(ca
 )
 def test_which_observers_a_rank_has(shows, writes, may_write, there):
     args = observed.options(ROOT, profile=True)
-    assert {kind.__name__ for kind in of_a_rank(args, shows, writes, may_write)} == there
+    assert {kind.__name__ for kind in observers_of_rank(args, shows, writes, may_write)} == there
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -208,7 +208,7 @@ def test_no_word_of_the_curves_is_cut_off(tmp_path):
     """The edge of the picture is white all around."""
     facts = observed.facts(tmp_path)
     facts.results.history += [{"epoch": epoch, "train_loss": 2.5 / epoch, "accuracy": epoch / 9} for epoch in (1, 2, 3)]
-    observed.observer(Files, tmp_path).curves(facts)
+    observed.observer(Files, tmp_path).draw_curves(facts)
     with Image.open(tmp_path / "curves.png") as picture:
         pixels = np.asarray(picture.convert("L"))
     assert all((edge == 255).all() for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]))
@@ -220,13 +220,13 @@ def test_no_word_of_the_curves_is_cut_off(tmp_path):
 def test_a_rank_that_takes_over_writes_what_came_since_its_own_last_line(tmp_path):
     journal = observed.observer(Journal, tmp_path, shows=False, writes=False)
     journal.began(observed.facts(tmp_path, Position()), about={})
-    journal.nodes(observed.facts(tmp_path), news="node 2 is lost", ranks=2, pause=1.0)
-    journal.line(observed.facts(tmp_path), **observed.LINE)
+    journal.nodes_changed(observed.facts(tmp_path), news="node 2 is lost", ranks=2, pause=1.0)
+    journal.log_due(observed.facts(tmp_path), **observed.LINE)
     assert not list(tmp_path.iterdir())
     journal._side_files.writes = journal._side_files.shows = True
     journal.began(observed.facts(tmp_path), about={"goes_on_from": "the state of the other nodes"})
     after = Position(samples_seen=896, total_steps=7, consumed=896)
-    journal.line(observed.facts(tmp_path, after, seconds=1.5), **observed.LINE)
+    journal.log_due(observed.facts(tmp_path, after, seconds=1.5), **observed.LINE)
     (row,) = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
     assert (row["images"], row["compute"], row["epoch"]) == (256, 0.5, 1)
     events = [json.loads(line)["event"] for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
@@ -263,7 +263,7 @@ def test_its_report_has_the_scores_of_the_last_evaluation_and_its_console_the_wh
 )
 def test_the_rate_of_the_last_start_is_that_of_all_whole_rows(tmp_path, content, rate):
     (tmp_path / "speed.jsonl").write_text(content)
-    assert rate_before(str(tmp_path)) == rate
+    assert earlier_rate(str(tmp_path)) == rate
 
 
 TWO_RUNS = """

@@ -75,7 +75,7 @@ def test_a_checkpoint_names_the_position_and_gives_it_back():
 )
 def test_what_ends_a_run_and_whether_the_same_command_goes_on(options, at, limit, cut_short, finished):
     asked = plan(**options)
-    assert (asked.limit(at), asked.cut_short(at), asked.finished(at)) == (limit, cut_short, finished)
+    assert (asked.limit(at), asked.is_cut_short(at), asked.is_finished(at)) == (limit, cut_short, finished)
 
 
 def test_what_is_left():
@@ -135,17 +135,17 @@ def test_the_best_epoch(best_by, best_is, scores, best):
 def test_without_the_metric_no_epoch_is_the_best():
     results = Results("psnr", "highest")
     at = closed(results, 0.1, 0.2)
-    assert at.best is None and results.news(at) == "" and results.summary(at) == "" and len(results.history) == 2
+    assert at.best is None and results.comparison(at) == "" and results.summary(at) == "" and len(results.history) == 2
 
 
 def test_what_an_epoch_has_made_better_or_worse():
     results = Results("accuracy")
-    assert results.news(closed(results, 0.5)) == " (the best so far)"
+    assert results.comparison(closed(results, 0.5)) == " (the best so far)"
     results = Results("accuracy")
     at = closed(results, 0.5, 0.75)
-    assert results.news(at) == " (the best so far, accuracy +0.2500, loss +0.0000, train_loss -1.0000)"
+    assert results.comparison(at) == " (the best so far, accuracy +0.2500, loss +0.0000, train_loss -1.0000)"
     at = results.close_epoch(at.after_step(10), 0.0, {"accuracy": 0.625})
-    assert results.news(at) == " (best 0.7500 in epoch 2, accuracy -0.1250, train_loss -1.0000)"
+    assert results.comparison(at) == " (best 0.7500 in epoch 2, accuracy -0.1250, train_loss -1.0000)"
     assert results.summary(at) == "best accuracy 0.7500 in epoch 2. "
     lowest = Results("mae", "lowest")
     assert lowest.summary(closed(lowest, 3, 1, name="mae")) == "lowest mae 1.0000 in epoch 2. "
@@ -164,8 +164,8 @@ def test_a_loss_that_is_no_number_names_its_step_its_samples_and_the_rate_that_w
 def test_a_loss_that_another_thread_looks_at_is_looked_at_once_more():
     losses = Losses(torch.device("cpu"), 0, 1)
     losses.add(torch.tensor(float("nan")), 1, torch.tensor([7]))
-    taken = losses.give_away()
-    losses.give_away().check(0.5, lambda: "none yet")  # which has none
+    taken = losses.hand_over()
+    losses.hand_over().check(0.5, lambda: "none yet")  # which has none
     losses.add(torch.tensor(float("nan")), 2, torch.tensor([8]))
     for check in (losses.check, taken.check):
         with pytest.raises(TrainingFailed, match="the loss is nan at step 1, sample ids"):
@@ -176,6 +176,6 @@ def test_a_loss_that_another_thread_looks_at_is_looked_at_once_more():
 def test_a_loss_that_another_thread_finds_finite_meanwhile_is_finite(monkeypatch):
     losses = Losses(torch.device("cpu"), 0, 1)
     losses.add(torch.tensor(1.0), 1, torch.tensor([7]))
-    taken = losses.give_away()
-    monkeypatch.setattr(devices.LateNumber, "read", lambda _: setattr(taken, "losses", []))
+    taken = losses.hand_over()
+    monkeypatch.setattr(devices.AsyncScalar, "read", lambda _: setattr(taken, "losses", []))
     losses.check(0.5, lambda: "none yet")

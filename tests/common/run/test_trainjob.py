@@ -105,7 +105,7 @@ def test_a_controller_that_refuses_is_said_once_and_changes_nothing(controller, 
 def test_numbers_that_are_none_are_left_out_and_no_run_is_beyond_its_end(tmp_path):
     observer = observed.observer(trainjob.TrainJob, tmp_path, shows=True, writes=False)
     facts = observed.facts(tmp_path)
-    observer.line(facts, **{**observed.LINE, "seconds_left": float("inf")})
+    observer.log_due(facts, **{**observed.LINE, "seconds_left": float("inf")})
     observer.epoch_ended(facts, **{**observed.EPOCH, "metrics": {"accuracy": 0.5, "grade": "high", "bad": float("nan")}})
     names = {metric["name"] for metric in observer._status["metrics"]}
     assert names == {"epoch", "step", "train_loss", "lr", "accuracy"} and "estimatedRemainingSeconds" not in observer._status

@@ -219,7 +219,7 @@ def lines_of(saved, meant=(), train=lambda: None):
     unsaved = Unsaved(lambda: saved, meant, said.append)
     unsaved.begin()
     train()
-    unsaved.say_what_is_found("now")
+    unsaved.warn_of_changes("now")
     return said
 
 
@@ -251,7 +251,7 @@ def test_what_is_changed_by_way_of_data_made_later_or_a_single_weight_is_named()
     unsaved = Unsaved(lambda: [network, optimizer], (), said.append)
     unsaved.begin()
     made.append(nn.Linear(2, 1))
-    unsaved.say_what_is_found("a line")
+    unsaved.warn_of_changes("a line")
     assert not said
     trained(network, optimizer)
     stepped(optimizer, temperature)
@@ -259,7 +259,7 @@ def test_what_is_changed_by_way_of_data_made_later_or_a_single_weight_is_named()
     copied.weight.data.mul_(2)
     assert [weight._version for weight in copied.parameters()] == versions, "torch counts this now: no checksum is needed"
     stepped(torch.optim.SGD(made[0].parameters(), 0.1), made[0].weight)
-    unsaved.say_what_is_found("a save")
+    unsaved.warn_of_changes("a save")
     assert len(said) == 3 and all("is trained and is not saved" in line for line in said)
     assert any(line.startswith("warning: copied (Linear)") for line in said)
     assert any(line.startswith("warning: made[0] (Linear)") for line in said)
@@ -296,14 +296,14 @@ def test_it_looks_once_at_a_moment_and_names_a_thing_once():
     optimizer = torch.optim.Adam(other.parameters())
     said = []
     unsaved = Unsaved(lambda: [network], (), said.append)
-    unsaved.say_what_is_found("before it begins")
+    unsaved.warn_of_changes("before it begins")
     unsaved.begin()
-    unsaved.say_what_is_found("a line")
+    unsaved.warn_of_changes("a line")
     trained(other, optimizer)
-    unsaved.say_what_is_found("a line")
+    unsaved.warn_of_changes("a line")
     assert not said
-    unsaved.say_what_is_found("a save")
-    unsaved.say_what_is_found("an epoch")
+    unsaved.warn_of_changes("a save")
+    unsaved.warn_of_changes("an epoch")
     assert len(said) == 2
 
 
@@ -384,7 +384,7 @@ def test_odd_objects_of_a_script_are_left_alone():
     unsaved.begin_step()
     trained(network, optimizer)
     unsaved.end_step()
-    unsaved.say_what_is_found("now")
+    unsaved.warn_of_changes("now")
     assert not said and all((off, system, teacher, many, numbers)) and odd is not shell is not proxy
 
 
@@ -402,9 +402,9 @@ def test_an_error_while_it_looks_ends_the_looking_and_not_the_run(monkeypatch):
     said = []
     unsaved = Unsaved(lambda: [nn.Linear(1, 1)], [], said.append)
     unsaved.begin()
-    monkeypatch.setattr(Unsaved, "_found", lambda self: 1 / 0)
-    unsaved.say_what_is_found("one")
-    unsaved.say_what_is_found("other")
+    monkeypatch.setattr(Unsaved, "_new_changes", lambda self: 1 / 0)
+    unsaved.warn_of_changes("one")
+    unsaved.warn_of_changes("other")
     assert said == ["warning: what the run does not save cannot be looked for: ZeroDivisionError: division by zero"]
 
 
@@ -422,7 +422,7 @@ def test_looking_keeps_no_tensor_of_a_function_that_is_under_way():
     large = torch.zeros(10)
     seen = weakref.ref(large)
     trained(other, optimizer)
-    unsaved.say_what_is_found("now")
+    unsaved.warn_of_changes("now")
     del large
     assert said and seen() is None
 
@@ -436,5 +436,5 @@ def test_generators_that_are_seeded_for_each_step_are_not_named():
         unsaved.begin_step()
         _ = torch.rand(1), np.random.rand(), own.random(), trained(network, torch.optim.SGD(network.parameters(), 0.1))
         unsaved.end_step()
-    unsaved.say_what_is_found("now")
+    unsaved.warn_of_changes("now")
     assert len(said) == 1 and "own (Random) is drawn from in a step" in said[0] and known

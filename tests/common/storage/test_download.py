@@ -88,7 +88,7 @@ def test_a_large_object_goes_on_where_it_stopped(store, monkeypatch):
         proxy.plan = lambda request: "denied" if request.headers.get("Range", "").startswith("bytes=16") else None
         with pytest.raises(UserError, match="403 AccessDenied"):
             storage.fetch("s3://data/big", "got")
-        assert names_in("got") == [] and {index.digest("one") + end for end in (".part", ".part.json")} < set(
+        assert names_in("got") == [] and {index.hashed_name("one") + end for end in (".part", ".part.json")} < set(
             os.listdir(f"got/{FETCHING}")
         )
         before, proxy.plan = len(proxy.objects()), lambda request: None
@@ -107,8 +107,8 @@ def test_a_damaged_answer_is_asked_for_again(store, monkeypatch, fault, prefix):
     if without:
         monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.2)
-    monkeypatch.setattr(bucket, "read_seconds", lambda: 1)
-    monkeypatch.setattr(obstore, "read_seconds", lambda: 1)
+    monkeypatch.setattr(bucket, "read_timeout", lambda: 1)
+    monkeypatch.setattr(obstore, "read_timeout", lambda: 1)
     seen = set()
 
     def plan(request):
@@ -190,10 +190,12 @@ def test_what_was_sent_in_parts_of_another_size_than_is_guessed_is_fetched_twice
     store.client().put_object(Bucket="data", Key="guessed/x", Body=(content := random.Random(0).randbytes(2500)))
     monkeypatch.setattr(etag_module, "PART_SIZES", [1000])
     monkeypatch.setattr(download, "PART", 1000)
-    attempts, usual = [], download.Transfer._attempt
-    monkeypatch.setattr(download.Transfer, "_attempt", lambda *given: attempts.append(1) or usual(*given))
+    attempts, usual = [], download.Transfer._fetch_parts
+    monkeypatch.setattr(download.Transfer, "_fetch_parts", lambda *given: attempts.append(1) or usual(*given))
     monkeypatch.setattr(
-        download.Transfer, "_hasher", lambda _, item: etag_module.Hasher(f"{'0' * 32}-3", item.size, item.size, hashlib.md5)
+        download.Transfer,
+        "_make_hasher",
+        lambda _, item: etag_module.Hasher(f"{'0' * 32}-3", item.size, item.size, hashlib.md5),
     )
     assert (Path(storage.fetch("s3://data/guessed")) / "x").read_bytes() == content
     assert len(attempts) == 2 and "1 of them by size alone" in capfd.readouterr().out
@@ -234,14 +236,14 @@ def test_a_store_that_gives_no_digest_is_believed_by_size_and_says_so(monkeypatc
 def test_names_that_lead_elsewhere_are_refused(keys, words):
     place = bucket.Bucket("s3://data/p")
     with pytest.raises(UserError, match=words):
-        listing.bucket_name(place, [bucket.Item(f"p/{key}", 1, "e") for key in keys])
+        listing.items_by_path(place, [bucket.Item(f"p/{key}", 1, "e") for key in keys])
 
 
 def test_an_object_may_have_the_longest_name_that_a_store_has():
     place, longest = bucket.Bucket("s3://data"), "/".join(["x" * 204] * 5)  # 1024 bytes
-    assert list(listing.bucket_name(place, [bucket.Item(longest, 1, "e")])) == [longest]
+    assert list(listing.items_by_path(place, [bucket.Item(longest, 1, "e")])) == [longest]
     with pytest.raises(UserError, match="cannot be the name of a file"):
-        listing.bucket_name(place, [bucket.Item(f"{longest}x", 1, "e")])
+        listing.items_by_path(place, [bucket.Item(f"{longest}x", 1, "e")])
 
 
 # --- Names, notes and links that somebody else has put there -------------------------------------------------------------
@@ -321,7 +323,7 @@ def test_a_link_at_a_temporary_name_is_not_followed(store, tmp_path, end, other)
     contents = {"set/0/1.bin": SMALL["set/0/1.bin"], "big/one": BIG}
     put(store, "links", contents)
     (tmp_path / "victim").write_bytes(b"mine")
-    for place in (*(f"{FETCHING}/{index.digest(name)}{end}" for name in contents), other):
+    for place in (*(f"{FETCHING}/{index.hashed_name(name)}{end}" for name in contents), other):
         (tmp_path / "got" / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "got" / place).symlink_to(tmp_path / "victim")
     storage.fetch("s3://links", "got")

@@ -9,7 +9,7 @@ import pytest
 from common import storage
 from common.address import local_folder
 from common.errors import UserError
-from common.files import read_note
+from common.files import read_json_dict
 from common.storage import once
 from common.track import follow
 from datasets.packs import arrival, packed
@@ -37,14 +37,14 @@ def write(path, content):
 @pytest.mark.parametrize("how", DAMAGED)
 def test_a_damaged_note_is_none(tmp_path, how):
     write(tmp_path / "note", DAMAGED[how])
-    assert read_note(str(tmp_path / "note")) == {}
+    assert read_json_dict(str(tmp_path / "note")) == {}
     (tmp_path / ".fetching").mkdir()
     write(tmp_path / ".fetching" / "arrived.json", DAMAGED[how])
     assert not Verified(str(tmp_path))._identities
 
 
 def test_a_note_that_is_a_folder_or_is_missing_is_none(tmp_path):
-    assert read_note(str(tmp_path)) == read_note(str(tmp_path / "none")) == {}
+    assert read_json_dict(str(tmp_path)) == read_json_dict(str(tmp_path / "none")) == {}
 
 
 @pytest.mark.parametrize("said", ["5", "[1]", "null", '{"at": 1}', '{"at": "x", "node": 1, "text": 2, "code": 3}', "[" * 3000])

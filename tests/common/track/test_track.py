@@ -33,10 +33,10 @@ class Recorded:
     """A tracker in this process."""
 
     def __init__(self, start, folder):
-        self.has, self.of, self.fails = [], senders.described(start, folder), False
+        self.has, self.of, self.fails = [], senders.describe_run(start, folder), False
         Recorded.made.append(self)
 
-    def told(self):
+    def progress(self):
         return {}
 
     def log(self, rows, told):
@@ -68,7 +68,7 @@ def test_each_row_is_sent_once_whatever_was_done_twice(tmp_path, recorded):
     with open(run / "speed.jsonl", "a") as file:  # a start after a kill, and a line that was cut off
         file.write(json.dumps({**again, "loss": 0.25}) + '\n{"time": 18')
     one = follow.Follower(str(run), "mlflow", print)
-    assert one.send() and one.send(last=True) and one.rows == 8 + 2
+    assert one.send() and one.send(is_last=True) and one.num_sent == 8 + 2
     (has,) = [made.has for made in recorded.made]
     assert samples_of(has, "train/loss") == [100, 200, 300, 400, 600, 700, 800, 900] and samples_of(has, "epoch") == [500, 1000]
     assert has[2][2]["train/loss"] == 0.25 and has[-1] == ("", "") and has[-2][2]["test/accuracy"] == pytest.approx(0.41)
@@ -85,7 +85,7 @@ def test_each_row_is_sent_once_whatever_was_done_twice(tmp_path, recorded):
 def test_what_a_tracker_or_a_record_cannot_have_been_told_does_not_count(tmp_path, recorded, monkeypatch, told):
     run = made_up(tmp_path / "run", epochs=1)
     known = {**told, "run": "r"} if isinstance(told, dict) else told
-    monkeypatch.setattr(Recorded, "told", lambda self: known)
+    monkeypatch.setattr(Recorded, "progress", lambda self: known)
     (run / "tracked-mlflow.json").write_text(json.dumps(told))
     assert follow.Follower(str(run), "mlflow", print).send()
     assert samples_of(recorded.made[0].has, "epoch") == [500]
@@ -211,7 +211,7 @@ def test_a_warning_that_nobody_hears_does_not_end_the_following(tmp_path, record
     follower = follow.Follower(str(made_up(tmp_path / "run", epochs=1)), "mlflow", closed)
     assert not follower.send()
     recorded.away = False
-    assert follower.send() and follower.rows == 5
+    assert follower.send() and follower.num_sent == 5
 
 
 def test_a_tracker_that_is_away_is_one_warning_and_gets_all_later(tmp_path, recorded, capsys):
@@ -224,7 +224,7 @@ def test_a_tracker_that_is_away_is_one_warning_and_gets_all_later(tmp_path, reco
     ]
     assert track.main([str(run)]) == 1 and "error: mlflow has not taken all rows" in capsys.readouterr().err
     recorded.away = False
-    assert one.send() and one.rows == 5
+    assert one.send() and one.num_sent == 5
 
 
 def test_what_a_run_and_a_tracker_lack_is_told(tmp_path, capsys):
@@ -253,7 +253,7 @@ def test_a_tracker_that_never_answers_is_left_at_the_end(tmp_path, monkeypatch, 
     files, facts = SideFiles(str(tmp_path)), observed.facts(tmp_path)
     one = tracker.Tracker(observed.options(tmp_path, track="mlflow"), None, files)
     one.began(facts, about={})
-    one.left(facts, how="finished", why="", saved=True, last_good="")
+    one.closed(facts, outcome="finished", reason="", is_saved=True, last_good="")
     assert started[0].wait(PATIENCE) == -signal.SIGKILL
     lacks = f"python -m launch track {tmp_path} --to mlflow sends what it lacks"
     assert capsys.readouterr().out == f"warning: mlflow has not taken all rows within 0.2 s; {lacks}\n"

@@ -155,7 +155,7 @@ def test_where_torch_knows_no_npu_the_job_says_what_to_install(tmp_path, asked, 
     ],
 )
 def test_versions_that_do_not_go_together(torch_version, torch_npu, cann, words):
-    said = diagnosis.misfit(torch_version, torch_npu, cann)
+    said = diagnosis.version_mismatch(torch_version, torch_npu, cann)
     assert said is None if words is None else said.startswith(words)
 
 
@@ -184,12 +184,12 @@ def test_the_npus_of_a_container_are_its_files(tmp_path, monkeypatch):
 def test_the_doctor_looks_at_hccls_ports_and_interface():
     place = types.SimpleNamespace(num_nodes=1, master_addr="127.0.0.1", level="process")
     found = checks.check_interface(place, {"HCCL_SOCKET_IFNAME": "eth77"})
-    assert found.severity == "bad" and found.found.startswith("HCCL_SOCKET_IFNAME is eth77, this node has")
+    assert found.severity == "bad" and found.result.startswith("HCCL_SOCKET_IFNAME is eth77, this node has")
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        taken = network.taken_ports({"HCCL_IF_BASE_PORT": str(port)})
+        taken = network.port_error({"HCCL_IF_BASE_PORT": str(port)})
         assert taken and str(port) in taken.partition("; ")[0] and "give another HCCL_IF_BASE_PORT" in taken
-        assert network.taken_ports({"HCCL_IF_BASE_PORT": str(port), "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}) is None
+        assert network.port_error({"HCCL_IF_BASE_PORT": str(port), "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}) is None
 
 
 def test_an_ascend_machine_installs_nothing_that_is_for_nvidia_alone():

@@ -36,7 +36,7 @@ def test_each_rank_tells_the_others_one_address(tmp_path):
         assert {done.returncode for done in found} == {0}, found
         return int(found[0].stdout)
 
-    assert told(**network.of_a_group("127.0.0.1")) < 0.8 * told(**network.interfaces("127.0.0.1"))
+    assert told(**network.group_environment("127.0.0.1")) < 0.8 * told(**network.interfaces("127.0.0.1"))
 
 
 def test_the_interface_of_the_other_nodes_is_taken_unless_the_user_has_named_one(monkeypatch):
@@ -74,12 +74,12 @@ def test_infiniband_that_is_promised_and_missing_is_said(tmp_path, monkeypatch, 
     for name in adapters:
         (tmp_path / name).mkdir()
     monkeypatch.setattr(network, "ADAPTERS", tmp_path)
-    found = network.no_adapter(setting)
+    found = network.adapter_warning(setting)
     assert found is None if said is None else found.startswith(said)
     monkeypatch.setattr(devices, "available", lambda: True)
     if said:
         doctor = checks.check_interface(types.SimpleNamespace(num_nodes=2, master_addr="h", level="node"), setting)
-        assert doctor.severity == "doubtful" and doctor.found.startswith(said)
+        assert doctor.severity == "doubtful" and doctor.result.startswith(said)
 
 
 @pytest.mark.parametrize(

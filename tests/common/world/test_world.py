@@ -257,7 +257,7 @@ def test_the_command_line_of_a_launcher_need_not_be_utf_8(monkeypatch):
         assert launcher.stdout.readline() == b"runs\n"  # before, the kernel may show no command line
         monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
         args = dict.fromkeys(("init_method", "rank", "world_size", "local_rank", "nproc_per_node"))
-        assert ELASTIC in world.here(types.SimpleNamespace(**args, enable_gpu=False), TORCHRUN).rule
+        assert ELASTIC in world.find_place(types.SimpleNamespace(**args, enable_gpu=False), TORCHRUN).rule
 
 
 @pytest.mark.parametrize(

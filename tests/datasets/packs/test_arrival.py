@@ -378,13 +378,13 @@ def test_the_faster_reader_rests_after_a_failure_and_is_tried_again(store, at, m
     place = bucket.Bucket("s3://ranges")
     (thing,) = place.items("thing")
     both, now, asked = ranges.Ranges(place, patience.Patience()), [1000.0], []
-    whole = both._fast.part
+    whole = both._fast_reader.read_part
 
     def part(*given):
         asked.append(now[0])
         return len(asked) > 2 and whole(*given)
 
-    monkeypatch.setattr(both._fast, "part", part)
+    monkeypatch.setattr(both._fast_reader, "part", part)
     monkeypatch.setattr(ranges, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     for seconds in (1000, 1001, 1029, 1031, 1090, 1092, 1093):  # it fails at first, and again after half a minute
         now[0] = float(seconds)
@@ -455,7 +455,7 @@ def test_an_index_that_was_replaced_since_is_not_that_of_this_run(packs, at):
     index.write_bytes(index.read_bytes() + b" ")
     words = [str(os.getpid()), "this node", url, part.arrival.folder]
     child = arrival.Child(process.__name__, *words)
-    child.tell(json.dumps([part.arrival.path, part.arrival.samples, True, str(index)]))
+    child.write_line(json.dumps([part.arrival.path, part.arrival.samples, True, str(index)]))
     wait_for(lambda: state.failure(0), None, "its end")
     assert str(state.failure(0)) == f"{url} has another index since this run began: start again"
     assert not state.failure(0, "another node") and state.failure(0, "this node") and not state.place.any()

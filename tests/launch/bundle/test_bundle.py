@@ -157,7 +157,7 @@ def test_a_job_that_is_asked_for_what_its_bundle_lacks_says_how_to_bundle_it(nam
 @pytest.mark.parametrize("name, feature, options", NEEDS)
 def test_the_options_that_a_job_will_have_bring_what_they_need(name, feature, options):
     features = bundle.features.of_options(options)
-    assert features == {feature} == bundle.features.bucket_name([feature]) and not bundle.features.of_options(["--lr", "0.1"])
+    assert features == {feature} == bundle.features.named([feature]) and not bundle.features.of_options(["--lr", "0.1"])
     stubs, lean = (bundle.features.stubs(ROOT / "jobs" / f"{name}.py", wanted) for wanted in (features, ()))
     assert set(stubs) < set(lean) and not [text for text in stubs.values() if f"{feature} is not" in text]
 

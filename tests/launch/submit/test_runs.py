@@ -353,7 +353,7 @@ KATIB = [r"([\w|-]+)\s*=\s*([+-]?\d*(?:\.\d+)?(?:[Ee][+-]?\d+)?)", r"([\w|-]+)\s
 def test_each_name_in_the_log_stands_for_one_number_by_the_rules_of_each_service(tmp_path, capsys):
     """The loss of an epoch is not mixed with that of steps, of which a search would take the smallest."""
     shown, at = observed.observer(Console, tmp_path), Position(samples_seen=1280, total_steps=10, epoch=1)
-    shown.line(observed.facts(tmp_path), **{**observed.LINE, "lr": 1e-7})
+    shown.log_due(observed.facts(tmp_path), **{**observed.LINE, "lr": 1e-7})
     metrics = {"accuracy": 0.8125, "balanced_accuracy": 0.6875, "top5": 0.875, "loss": 0.75}
     shown.epoch_ended(observed.facts(tmp_path, at), **{**observed.EPOCH, "metrics": metrics})
     lines = capsys.readouterr().out.splitlines()

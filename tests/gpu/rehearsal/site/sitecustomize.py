@@ -65,8 +65,8 @@ def replace_convolutions(torch):
 
 
 def believe_every_loss(losses):
-    look = losses.Unchecked.first_bad
-    losses.Unchecked.first_bad = lambda self: look(self) and None
+    look = losses.UncheckedLosses.first_bad
+    losses.UncheckedLosses.first_bad = lambda self: look(self) and None
 
 
 def count_everything_as_right(scores):
@@ -109,7 +109,7 @@ def count_steps(run):
         COSTS.step(self.peers.rank)
 
     run.Run.__init__, run.Run.step = made, counted
-    run.Run._show_line = lambda self, loss: None  # comes every five seconds, whatever a step costs
+    run.Run._log_line = lambda self, loss: None  # comes every five seconds, whatever a step costs
 
 
 class Costs:
