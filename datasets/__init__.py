@@ -1,6 +1,6 @@
 """Data sets and loaders. Hugging Face's package has the same name: what it offers is refused here, in a line."""
 
-_OF_HUGGING_FACE = {
+_HUGGING_FACE_NAMES = {
     "ClassLabel", "Dataset", "DatasetDict", "Features", "IterableDataset", "IterableDatasetDict", "Sequence", "Value",
     "concatenate_datasets", "get_dataset_config_names", "get_dataset_split_names", "interleave_datasets", "load_dataset",
     "load_dataset_builder", "load_from_disk",
@@ -8,7 +8,7 @@ _OF_HUGGING_FACE = {
 
 
 def __getattr__(name: str) -> object:
-    if name in _OF_HUGGING_FACE:
+    if name in _HUGGING_FACE_NAMES:
         raise ImportError(
             f"datasets.{name} is Hugging Face's, and the package datasets of this program is anyrank's: write what "
             "load_dataset() gives to files in another script, and read them in this one"

@@ -17,15 +17,15 @@ DRAW = 4 * crops.ATTEMPTS + 1  # index of the first random number of a sample th
 
 
 @functools.cache
-def _change(kind: str) -> Any:
+def _augmentation(kind: str) -> Any:
     from torchvision import transforms
 
-    makes = {
+    factories = {
         "autoaugment": lambda: transforms.AutoAugment(transforms.AutoAugmentPolicy.IMAGENET),
         "randaugment": transforms.RandAugment,
         "trivialaugment": transforms.TrivialAugmentWide,
     }
-    return makes[kind]()
+    return factories[kind]()
 
 
 def augmented(kind: str, picture: torch.Tensor, seed: int, epoch: int, number: int) -> torch.Tensor:
@@ -34,5 +34,5 @@ def augmented(kind: str, picture: torch.Tensor, seed: int, epoch: int, number: i
     (draw,) = crops.uniform(np.array([number]), seed, epoch, [DRAW])[0]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(draw * 2**53))
-        changed = _change(kind)(Image.fromarray(picture.permute(1, 2, 0).numpy()))
+        changed = _augmentation(kind)(Image.fromarray(picture.permute(1, 2, 0).numpy()))
     return torch.from_numpy(np.array(changed)).permute(2, 0, 1)

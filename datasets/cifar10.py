@@ -13,7 +13,7 @@ from common.ranks.barrier import on_every_rank
 from datasets import crops, digests
 from datasets.loader import DeviceLoader, more_workers, torch_batches
 
-MOST_RESIDENT = 2**28  # bytes of images that lie on a GPU, with their borders 1.6 times as many; CIFAR-10 has 146 MiB
+MAX_RESIDENT_BYTES = 2**28  # bytes of images that lie on a GPU, with their borders 1.6 times as many; CIFAR-10 has 146 MiB
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
@@ -33,23 +33,24 @@ DATA = (
 
 def parser(doc: Optional[str]) -> arguments.Parser:
     """Return a parser with the options of every CIFAR job; `doc`: the job's docstring."""
-    made = arguments.general_parser(doc, data=DATA, workers=0)
-    training = arguments.group(made, "training")
+    job_parser = arguments.general_parser(doc, data=DATA, workers=0)
+    training = arguments.group(job_parser, "training")
     training.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="sgd has Nesterov momentum 0.9")
     training.add_argument("--schedule", choices=["one_cycle", "constant"], default="one_cycle", help="learning rate; "
                           "one_cycle: up to --lr in the first fifth of the run, then down to zero")  # fmt: skip
     arguments.add_label_smoothing(training)
     arguments.add_compile(training)
     training.add_argument("--augment", type=arguments.boolean, default=True, help="random crop and flip of the training images")
-    sets = " ".join(f"--{name} {str(value).lower()}" for name, value in MODELARTS.items())
-    training.add_argument("--recipe", choices=["modelarts"], help=f"other defaults: modelarts has {sets}, and its rate "
+    defaults = " ".join(f"--{name} {str(value).lower()}" for name, value in MODELARTS.items())
+    training.add_argument("--recipe", choices=["modelarts"], help=f"other defaults: modelarts has {defaults}, and its rate "
                           f"grows with the processes up to {CARDS}")  # fmt: skip
-    made.recipes = {"modelarts": {**MODELARTS, "largest_growth": CARDS}}
+    job_parser.recipes = {"modelarts": {**MODELARTS, "largest_growth": CARDS}}
     width = arguments.number(int, at_least=1, below=1025)
-    arguments.group(made, "short runs").add_argument("--width", type=width, default=64, help="channels of the network's first "
-                                                     "stage")  # fmt: skip
-    made.reads = reads
-    return made
+    arguments.group(job_parser, "short runs").add_argument(
+        "--width", type=width, default=64, help="channels of the network's first stage"
+    )
+    job_parser.reads = reads
+    return job_parser
 
 
 def reads(args: argparse.Namespace, needs: tuple[str, ...] = ()) -> arguments.Input:
@@ -74,8 +75,11 @@ class ImageArrays:
         return len(self.labels)
 
     def digest(self) -> dict[str, str]:
-        """Return what tells these images from others."""
-        return {"list": digests.of(self.labels.numpy()), "bytes": digests.of(self.images.permute(0, 2, 3, 1).numpy())}
+        """Return digests of the labels and the images, by which a later start recognises the data set."""
+        return {
+            "list": digests.digest_of(self.labels.numpy()),
+            "bytes": digests.digest_of(self.images.permute(0, 2, 3, 1).numpy()),
+        }
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ids = torch.from_numpy(epoch_and_ids[1])
@@ -106,19 +110,19 @@ def loader(
     batches: Callable[..., Any] = torch_batches,
 ) -> DeviceLoader:  # fmt: skip
     """Return a loader of normalised batches. Without `workers`, small sets of images are copied to an NVIDIA GPU."""
-    if batches is torch_batches and not workers and _lie_on(device, data_set):
+    if batches is torch_batches and not workers and _fits_on_gpu(device, data_set):
         from datasets.resident import ResidentCrops, ResidentLoader
 
-        how = (data_set.images, data_set.labels, sampler, device, MEAN, STD)
+        loader_args = (data_set.images, data_set.labels, sampler, device, MEAN, STD)
         if not augment:
-            return ResidentLoader(*how)
-        cropped = ResidentCrops(*how)
-        cropped.seed = seed
-        return cropped
+            return ResidentLoader(*loader_args)
+        crops_loader = ResidentCrops(*loader_args)
+        crops_loader.seed = seed
+        return crops_loader
     crop_and_flip = functools.partial(crops.crop_and_flip, seed=seed) if augment else None
     return DeviceLoader(batches(data_set, sampler, workers), sampler, device, MEAN, STD, crop_and_flip)
 
 
-def _lie_on(device: torch.device, data_set: ImageArrays) -> bool:
-    # A class of one's own may make its samples in another way.
-    return devices.is_nvidia(device) and type(data_set) is ImageArrays and data_set.images.numel() <= MOST_RESIDENT
+def _fits_on_gpu(device: torch.device, data_set: ImageArrays) -> bool:
+    # A subclass may make its samples in another way.
+    return devices.is_nvidia(device) and type(data_set) is ImageArrays and data_set.images.numel() <= MAX_RESIDENT_BYTES

@@ -41,22 +41,22 @@ def find(args: argparse.Namespace) -> str:
     if os.path.basename(root) == FOLDER or os.path.exists(os.path.join(root, "data_batch_1")):
         return root
     if args.data_url and not os.path.exists(archive):
-        pictures = glob(os.path.join(escape(root), "*", "*.[jp][pn]*g")) or os.path.isdir(os.path.join(root, "train"))
-        instead = "for pictures in folders by class take jobs/train_imagenet.py" if pictures else "or --custom_data true"
+        has_pictures = glob(os.path.join(escape(root), "*", "*.[jp][pn]*g")) or os.path.isdir(os.path.join(root, "train"))
+        advice = "for pictures in folders by class take jobs/train_imagenet.py" if has_pictures else "or --custom_data true"
         raise UserError(
             f"--data_url {args.data_url} has neither {FOLDER} nor {ARCHIVE}: "
-            f"give the folder that holds one of them ({URL}), {instead}"
+            f"give the folder that holds one of them ({URL}), {advice}"
         )
     if not os.access(root, os.W_OK) and args.data_url:  # a read-only mount: unpack where we may write
         root = args.input_dir if can_be_made(args.input_dir) else os.path.join(args.output_dir, INPUT_DIR)
-        its_own = hashlib.sha256(os.fsencode(os.path.realpath(archive))).hexdigest()[:16]
-        folder = os.path.join(root, "unpacked", its_own, FOLDER)
+        archive_key = hashlib.sha256(os.fsencode(os.path.realpath(archive))).hexdigest()[:16]
+        folder = os.path.join(root, "unpacked", archive_key, FOLDER)
 
-    def prepare(held: Any) -> None:
+    def prepare(lease: Any) -> None:
         if untrusted.is_unpacked(archive, folder):
             return
         if not os.path.exists(archive):
-            https.download(URL, archive, SHA256, held.tell)
+            https.download(URL, archive, SHA256, lease.tell)
         untrusted.unpack(archive, folder, place_of, MAX_UNPACKED, needed=[*TRAIN_FILES, *TEST_FILES])
         if sha256(archive) != SHA256:
             warn(f"{one_line(archive)} is not the published archive: only its own checksum was verified")
@@ -67,14 +67,14 @@ def find(args: argparse.Namespace) -> str:
 
 def place_of(name: str) -> str:
     """Return where a file of the archive belongs; ValueError for one that is not of the data set."""
-    path, own = os.path.split(name)
-    if own not in (*TRAIN_FILES, *TEST_FILES, "batches.meta", "readme.html") or "/" in path:
+    path, file_name = os.path.split(name)
+    if file_name not in (*TRAIN_FILES, *TEST_FILES, "batches.meta", "readme.html") or "/" in path:
         raise ValueError(f"{one_line(name)[:80]!r} in it does not belong to the data set")
-    return own
+    return file_name
 
 
 def _may_be_unpacked_again(folder: str, root: str, args: argparse.Namespace) -> bool:
-    """Whether a job may replace the folder if its archive has changed."""
+    """Return whether a job may replace the folder if its archive has changed."""
     if os.path.exists(os.path.join(folder, untrusted.NOTE)) or not args.data_url:
         return os.access(root, os.W_OK)  # a read-only one was prepared by a user
     return is_address(args.data_url) and not any(name.startswith(f"{FOLDER}/") for name in index.fetched_names(root))
@@ -86,6 +86,7 @@ def read(folder: str) -> tuple[Images, Images]:
 
 
 def read_files(folder: str, names: list[str]) -> Images:
+    """Return (images, labels) of these batch files of the folder; UserError if one is missing."""
     missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
     if missing:
         raise UserError(f"{folder} lacks {', '.join(missing)}: fetch the data set again")

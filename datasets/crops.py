@@ -28,41 +28,43 @@ def random_windows(
     heights = np.asarray(heights, np.int64)
     ids = np.asarray(ids)
     windows = _largest_in_the_middle(widths, heights)
-    missing = np.arange(len(ids))
+    pending = np.arange(len(ids))
     if area[0] == 1:  # the whole picture, whatever its ratio
         windows = np.stack([0 * heights, 0 * widths, heights, widths], axis=1)
-        missing = missing[:0]
-    for attempt in range(ATTEMPTS if len(missing) else 0):
-        wide = widths[missing]
-        high = heights[missing]
-        draws = uniform(ids[missing], seed, epoch, range(4 * attempt, 4 * attempt + 4))
-        pixels = wide * high * (area[0] + draws[0] * (area[1] - area[0]))
+        pending = pending[:0]
+    for attempt in range(ATTEMPTS if len(pending) else 0):
+        full_width = widths[pending]
+        full_height = heights[pending]
+        draws = uniform(ids[pending], seed, epoch, range(4 * attempt, 4 * attempt + 4))
+        pixels = full_width * full_height * (area[0] + draws[0] * (area[1] - area[0]))
         ratio = np.exp(LOG_RATIO[0] + draws[1] * (LOG_RATIO[1] - LOG_RATIO[0]))
         width = np.rint(np.sqrt(pixels * ratio)).astype(np.int64)
         height = np.rint(np.sqrt(pixels / ratio)).astype(np.int64)
-        fits = (width > 0) & (width <= wide) & (height > 0) & (height <= high)
-        top = (draws[2] * (high - height + 1)).astype(np.int64)
-        left = (draws[3] * (wide - width + 1)).astype(np.int64)
-        windows[missing[fits]] = np.stack([top, left, height, width], axis=1)[fits]
-        missing = missing[~fits]
-        if not len(missing):  # most fit at once, and each attempt costs a batch as much as decoding a picture
+        fits = (width > 0) & (width <= full_width) & (height > 0) & (height <= full_height)
+        top = (draws[2] * (full_height - height + 1)).astype(np.int64)
+        left = (draws[3] * (full_width - width + 1)).astype(np.int64)
+        windows[pending[fits]] = np.stack([top, left, height, width], axis=1)[fits]
+        pending = pending[~fits]
+        if not len(pending):  # most fit at once, and each attempt costs a batch as much as decoding a picture
             break
     return windows, uniform(ids, seed, epoch, [4 * ATTEMPTS])[0] < 0.5
 
 
-def scaled(window: np.ndarray, whole: tuple[int, int], stored: tuple[int, int]) -> Any:
-    """Return the window for the same part of a picture that was resized from `whole` to `stored`, both (height, width)."""
-    if stored == whole:
+def scaled(window: np.ndarray, original: tuple[int, int], stored: tuple[int, int]) -> Any:
+    """Return the window for the same part of a picture resized from `original` to `stored`, both (height, width)."""
+    if stored == original:
         return window
     top, left, height, width = window.tolist()
-    top, bottom = _scaled(top, top + height, whole[0], stored[0])
-    left, right = _scaled(left, left + width, whole[1], stored[1])
+    top, bottom = _scaled(top, top + height, original[0], stored[0])
+    left, right = _scaled(left, left + width, original[1], stored[1])
     return top, left, bottom - top, right - left
 
 
-def _scaled(begin: int, end: int, whole: int, stored: int) -> tuple[int, int]:
-    first = min(round(begin * stored / whole), -(-end * stored // whole) - 1)  # the second: the window has less than a pixel
-    return first, max(round(end * stored / whole), first + 1)
+def _scaled(start: int, stop: int, original: int, stored: int) -> tuple[int, int]:
+    scaled_start = min(
+        round(start * stored / original), -(-stop * stored // original) - 1
+    )  # the second: the window has less than a pixel
+    return scaled_start, max(round(stop * stored / original), scaled_start + 1)
 
 
 def _largest_in_the_middle(widths: np.ndarray, heights: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Digests of a data set, by which a start sees that the run had other samples before."""
+"""Digests of a data set, by which a start sees that its samples are not those of the run so far."""
 
 import contextlib
 import hashlib
@@ -9,10 +9,10 @@ from typing import Callable, Union
 import numpy as np
 
 THREADS = 16  # that read them
-LOOKED_AT = 64  # pictures of a data set whose bytes are compared: all of them would take minutes
+SAMPLE_COUNT = 64  # pictures of a data set whose bytes are compared: all of them would take minutes
 
 
-def of(*columns: Union[Sequence[str], np.ndarray]) -> str:
+def digest_of(*columns: Union[Sequence[str], np.ndarray]) -> str:
     """Return a digest of lists of names, and of arrays."""
     digest = hashlib.sha256()
     for column in columns:
@@ -23,12 +23,12 @@ def of(*columns: Union[Sequence[str], np.ndarray]) -> str:
     return digest.hexdigest()[:16]
 
 
-def of_sampled_checksums(count: int, checksum: Callable[[int], int]) -> dict[str, str]:
-    """Return {"bytes": a digest of the checksums of up to LOOKED_AT of `count` samples}, which lie at equal distances.
+def digest_of_checksums(count: int, checksum: Callable[[int], int]) -> dict[str, str]:
+    """Return {"bytes": a digest of the checksums of up to SAMPLE_COUNT of `count` samples}, which lie at equal distances.
 
     {} if one of them cannot be read: whoever needs that sample reports it.
     """
-    numbers = np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(int).tolist()
+    numbers = np.linspace(0, count - 1, min(count, SAMPLE_COUNT)).astype(int).tolist()
     with contextlib.suppress(OSError), ThreadPoolExecutor(THREADS) as pool:
-        return {"bytes": of(np.array([*pool.map(checksum, numbers)], np.int64))}
+        return {"bytes": digest_of(np.array([*pool.map(checksum, numbers)], np.int64))}
     return {}

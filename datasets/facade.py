@@ -33,6 +33,8 @@ GROWTH = 1.25  # reset() gives memory back above this multiple of the resident m
 
 
 class Dataset:
+    """The photographs of a folder with train and val, their loaders, and the memory that these hold."""
+
     def __init__(
         self, data_dir: str, batch_size: int, val_batch_size: Optional[int] = None, workers: int = 4, use_dali: bool = False,
         dali_cpu: bool = True, fp16: bool = False, *, size: int = 224, val_size: int = 256, min_crop_size: float = 0.08,
@@ -49,12 +51,14 @@ class Dataset:
             noun = devices.noun()
             raise UserError(f"cuda=True, but torch sees no {noun}: {diagnosis()}; or give cuda=False to use the CPU")
         self.device = devices.current() if cuda else torch.device("cpu")
-        self.backend = ("dali-cpu" if dali_cpu else "dali-gpu") if use_dali else "pytorch"
+        self.backend = "pytorch"
+        if use_dali:
+            self.backend = "dali-cpu" if dali_cpu else "dali-gpu"
         self._rank = rank
         self._world_size = world_size
         self._workers = workers
         self._seed = seed
-        self._how = {
+        self._loader_options = {
             "dtype": torch.float16 if fp16 else torch.float32,
             "mean": [value / 255 for value in mean] if mean else imagenet.MEAN,
             "std": [value / 255 for value in std] if std else imagenet.STD,
@@ -65,18 +69,21 @@ class Dataset:
         self._val = Photos(files[1], size, False, seed, short=val_size)
         self._val_batch_size = val_batch_size or batch_size
         self._epoch = 0
-        self._resident = None
+        self._first_resident = None
         self.set_train_batch_size(batch_size)
 
     def get_train_loader(self) -> Loader:
+        """Return the training loader. Each loop over it is an epoch; reset() begins the next one."""
         return self._train_loader
 
     def get_val_loader(self) -> Loader:
+        """Return a new loader of the validation pictures, in order."""
         sampler = InOrder(len(self._val), self._val_batch_size)
         sampler.shard(self._rank, self._world_size)
         return self._loader(self._val, sampler)
 
     def set_train_batch_size(self, batch_size: int) -> None:
+        """Make a training loader with this batch size for each rank, at the start of the current epoch."""
         self._sampler = EverySample(len(self._train), batch_size, self._seed)
         self._sampler.shard(self._rank, self._world_size)
         self._sampler.start_at(self._epoch, 0)
@@ -86,8 +93,8 @@ class Dataset:
         """Start the next epoch, in a new order. Free unused memory if the process grew by a quarter since the first reset()."""
         self._epoch += 1
         self._sampler.start_at(self._epoch, 0)
-        self._resident = self._resident or resident_bytes()
-        if resident_bytes() > GROWTH * self._resident:
+        self._first_resident = self._first_resident or resident_bytes()
+        if resident_bytes() > GROWTH * self._first_resident:
             self.clear_memory()
 
     def prep_for_val(self) -> None:
@@ -95,7 +102,8 @@ class Dataset:
         self.clear_memory()
 
     def clear_memory(self, verbose: bool = False) -> None:
-        before = resident_bytes()
+        """Give unused memory back to the device and the system. `verbose`: print how much."""
+        resident_before = resident_bytes()
         gc.collect()
         devices.empty_cache(self.device)
         if self.backend != "pytorch":
@@ -104,21 +112,28 @@ class Dataset:
             backend.ReleaseUnusedMemory()  # pyright: ignore[reportAttributeAccessIssue] - its stubs lack it
             give_memory_back()
         if verbose:
-            print(f"{(before - resident_bytes()) / 2**20:.0f} MiB given back, {resident_bytes() / 2**20:.0f} MiB resident")
+            print(
+                f"{(resident_before - resident_bytes()) / 2**20:.0f} MiB given back, {resident_bytes() / 2**20:.0f} MiB "
+                "resident"
+            )
 
     def get_nb_train(self) -> int:
+        """Return the number of training pictures, of all ranks together."""
         return len(self._train)
 
     def get_nb_val(self) -> int:
+        """Return the number of validation pictures, of all ranks together."""
         return len(self._val)
 
     def get_nb_classes(self) -> int:
+        """Return the number of classes."""
         return len(self._train.classes)
 
     def _loader(self, data_set: Any, sampler: Any) -> Any:
-        return imagenet.loader(data_set, sampler, self.device, self._workers, self.backend, **self._how)
+        return imagenet.loader(data_set, sampler, self.device, self._workers, self.backend, **self._loader_options)
 
 
 def resident_bytes() -> int:
+    """Return the bytes of RAM that this process takes, as Linux counts them."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -40,6 +40,7 @@ DataSet = Union[Photos, "ColouredNoise"]
 
 
 def add_options(parser: arguments.Parser) -> None:
+    """Add the options of the image jobs' data: where the pictures come from, and how they are prepared."""
     data = arguments.group(parser, "data")
     data.add_argument(
         "--data_backend",
@@ -54,25 +55,31 @@ def add_options(parser: arguments.Parser) -> None:
         "dpex: files, decoded by --workers processes of each rank (0: 2) on the Ray cluster RAY_ADDRESS; "
         "synthetic (or syntetic): one batch of noise that stays on the device, to measure the speed of everything else",
     )
-    servers = "memcached servers for kspeed, host:port,host:port,...; unset: the variable KSPEED_IPLIST"
-    data.add_argument("--kspeed_iplist", help=servers)
+    iplist_help = "memcached servers for kspeed, host:port,host:port,...; unset: the variable KSPEED_IPLIST"
+    data.add_argument("--kspeed_iplist", help=iplist_help)
     data.add_argument(
         "--kspeed_user", help="user of the memcached servers, if they need one; the password is the variable KSPEED_PASSWORD"
     )
-    first = "with packed and a bucket: train when the whole pack is on the disk; false: while it arrives"
-    data.add_argument("--fetch_first", type=arguments.boolean, default=False, help=first)
+    fetch_first_help = "with packed and a bucket: train when the whole pack is on the disk; false: while it arrives"
+    data.add_argument("--fetch_first", type=arguments.boolean, default=False, help=fetch_first_help)
     photo_files.add_max_megapixels(data)
     data.add_argument("--image_size", type=arguments.number(int, at_least=8), default=224, help="height and width in pixels")
     data.add_argument("--interpolation", choices=["bilinear", "bicubic", "triangular"], default="bilinear", help="of the "
                       "resize, which is antialiased; so bilinear is what others call triangular")  # fmt: skip
-    least = "the smallest fraction of a training picture that a random crop takes; 1: no crops, but the whole picture, squeezed"
-    data.add_argument("--crop_scale", type=arguments.number(float, above=0, at_most=1), default=crops.AREA[0], help=least)
-    evaluated = "the evaluation; short: the short side becomes 8/7 of image_size, and the middle is cut out; whole: nothing is"
-    data.add_argument("--resize", choices=["short", "whole"], default="short", help=f"of a picture for {evaluated}")
+    crop_scale_help = (
+        "the smallest fraction of a training picture that a random crop takes; 1: no crops, but the whole picture, squeezed"
+    )
+    data.add_argument(
+        "--crop_scale", type=arguments.number(float, above=0, at_most=1), default=crops.AREA[0], help=crop_scale_help
+    )
+    resize_help = (
+        "the evaluation; short: the short side becomes 8/7 of image_size, and the middle is cut out; whole: nothing is"
+    )
+    data.add_argument("--resize", choices=["short", "whole"], default="short", help=f"of a picture for {resize_help}")
     data.add_argument("--augmentation", choices=["none", "autoaugment", "randaugment", "trivialaugment"], default="none",
                       help="of the training pictures, beside the random crop and flip")  # fmt: skip
-    erased = "fraction of the training pictures in which a random rectangle is erased; 0.1 to 0.25 are usual"
-    data.add_argument("--random_erasing", type=arguments.number(float, at_least=0, at_most=1), default=0, help=erased)
+    erasing_help = "fraction of the training pictures in which a random rectangle is erased; 0.1 to 0.25 are usual"
+    data.add_argument("--random_erasing", type=arguments.number(float, at_least=0, at_most=1), default=0, help=erasing_help)
     data.add_argument("--prefetch", type=arguments.number(int, at_least=1, below=257), default=2, help="batches that each "
                       "loader process has ready")  # fmt: skip
     parser.set_defaults(mean=MEAN, std=STD, crop_pct=None, best_by="accuracy")  # pixels go from 0 to 1
@@ -93,6 +100,7 @@ def reads(args: argparse.Namespace) -> arguments.Input:
 
 
 def _remedies(args: argparse.Namespace) -> Iterator[str]:
+    """Yield what may help if the training waits for batches."""
     yield from more_workers(args)
     if not args.data_backend.startswith("packed"):
         yield "photographs packed into a few large files (python -m launch pack, then --data_backend packed)"
@@ -103,12 +111,12 @@ def _remedies(args: argparse.Namespace) -> Iterator[str]:
 def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet]:
     """Return (arguments, training set, validation set). Options that were not given may change to suit the data."""
     synthetic = args.custom_data or args.data_backend in NO_INPUT
-    before = {} if synthetic else _before(args)
+    previous = {} if synthetic else _previous_settings(args)
     lines = []
     if args.arch.startswith("timm/"):
         from common.models import of_timm
 
-        values, line = of_timm.image_options(args, before)
+        values, line = of_timm.image_options(args, previous)
         args = arguments.replaced(args, **values)
         lines.append(line)
     size = args.image_size
@@ -124,41 +132,51 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
         raise UserError(f"there are no images: give --data_url, a {DATA}; or --custom_data true")
 
     moments.announce("data", args)
-    found, classes_alone = on_every_rank("data", lambda: _find(args))
-    if collectives.rank_and_size()[1] > 1 and (packs := [files.identity for files in found if hasattr(files, "identity")]):
+    trees, is_unsplit = on_every_rank("data", lambda: _find(args))
+    if collectives.rank_and_size()[1] > 1 and (packs := [files.identity for files in trees if hasattr(files, "identity")]):
         collectives.require_equal({"the pack in --data_url": packs})  # it may be published again while the ranks read it
-    found = [files.without_larger(args.max_megapixels) for files in found]
-    lines += [files.describe() for files in found]
-    if classes_alone:
-        seed = before.get("seed", args.seed) if args.evaluate else args.seed  # another seed would hold out training pictures
-        found = splits.hold_out(found[0], seed)
+    trees = [files.without_larger(args.max_megapixels) for files in trees]
+    lines += [files.describe() for files in trees]
+    if is_unsplit:
+        seed = previous.get("seed", args.seed) if args.evaluate else args.seed  # another seed would hold out training pictures
+        trees = splits.hold_out(trees[0], seed)
         if args.evaluate and args.weights and "seed" not in args.given:
             lines.append(f"warning: nothing says what {args.weights} were trained on: some of these pictures, perhaps (--seed)")
         lines.append(
-            f"{one_line(found[0].folder)} has no train and val: {len(found[1])} of its images, a fifth of each class, are held "
+            f"{one_line(trees[0].folder)} has no train and val: {len(trees[1])} of its images, a fifth of each class, are held "
             f"out for the validation, in every start with --seed {seed} the same"
         )
-    _compare_classes(found[0], found[-1])
-    args, settings = _settled(args, found, before)
-    if before and (by := before.get("best_by", "accuracy")) != args.best_by:
+    _compare_classes(trees[0], trees[-1])
+    args, recipe_line = _apply_recipe(args, trees, previous)
+    if previous and (criterion := previous.get("best_by", "accuracy")) != args.best_by:
         if "best_by" in args.given:
-            lines.append(f"warning: this run chooses its best epoch by {by}, and --best_by {args.best_by} has no effect on it")
-        args = arguments.replaced(args, best_by=by)
+            lines.append(
+                f"warning: this run chooses its best epoch by {criterion}, and --best_by {args.best_by} has no effect on it"
+            )
+        args = arguments.replaced(args, best_by=criterion)
     if collectives.rank_and_size()[0] == 0:
-        slower = decode.slow_decoder_hints() if args.data_backend in ("pytorch", "kspeed", "dpex") else ()
-        warnings = splits.warnings_about(*found) if len(found) > 1 else ()
-        for line in [*lines, *warnings, *slower, *([settings] if settings else ())]:
+        for line in [*lines, *_remarks(args, trees, recipe_line)]:
             progress.say(line)
-    train, val = (spread(files, limit) for files in (found[0], found[-1]))
+    train, val = (spread(files, limit) for files in (trees[0], trees[-1]))
     if args.data_backend.endswith("kspeed"):
         from datasets import kspeed
 
         train, val = (kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, val))
-    how = {"mode": "bicubic" if args.interpolation == "bicubic" else "bilinear", "augmentation": args.augmentation}
+    options = {"mode": "bicubic" if args.interpolation == "bicubic" else "bilinear", "augmentation": args.augmentation}
     short = decode.WHOLE if args.resize == "whole" else decode.short_side(size, args.crop_pct)
-    train_set = Photos(train, size, True, args.seed, area=(args.crop_scale, 1.0), **how)
-    args = arguments.replaced(args, data=_counted(found))
-    return args, train_set, Photos(val, size, False, args.seed, short=short, **how)
+    train_set = Photos(train, size, True, args.seed, area=(args.crop_scale, 1.0), **options)
+    args = arguments.replaced(args, data=_class_counts(trees))
+    return args, train_set, Photos(val, size, False, args.seed, short=short, **options)
+
+
+def _remarks(args: argparse.Namespace, trees: Sequence[tree.Tree], recipe_line: Optional[str]) -> Iterator[str]:
+    """Yield lines for the log: doubtful classes or pictures, a slow decoder, and the recipe, if there is one."""
+    if len(trees) > 1:
+        yield from splits.warnings_about(*trees)
+    if args.data_backend in ("pytorch", "kspeed", "dpex"):
+        yield from decode.slow_decoder_hints()
+    if recipe_line:
+        yield recipe_line
 
 
 def mix(images: Any, labels: Any, mixup: float, cutmix: float) -> tuple[Any, Any, Any, float]:
@@ -176,17 +194,17 @@ def loss_fn(args: argparse.Namespace, train_set: DataSet, device: torch.device) 
         return torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     from datasets import mixing
 
-    weights = mixing.balanced(train_set.labels, len(train_set.classes))
+    weights = mixing.balanced_weights(train_set.labels, len(train_set.classes))
     if collectives.rank_and_size()[0] == 0:
-        progress.say(one_line(mixing.described(weights, train_set.classes)))
+        progress.say(one_line(mixing.describe_weights(weights, train_set.classes)))
     return mixing.WeightedLoss(devices.to_device(weights, device), args.label_smoothing)
 
 
-def _counted(found: Sequence[Any]) -> dict[str, Any]:
+def _class_counts(trees: Sequence[Any]) -> dict[str, Any]:
     """Return the numbers of training and validation pictures per class, and what was left out, for the report."""
-    counts = [np.bincount(files.labels, minlength=len(files.classes)).tolist() for files in (found[0], found[-1])]
-    left_out = [[reason, len(names), names[0]] for files in found for reason, names in sorted(files.left_out.items())]
-    return {"classes": list(zip(found[0].classes, *counts)), "left_out": left_out}
+    counts = [np.bincount(files.labels, minlength=len(files.classes)).tolist() for files in (trees[0], trees[-1])]
+    left_out = [[reason, len(names), names[0]] for files in trees for reason, names in sorted(files.left_out.items())]
+    return {"classes": list(zip(trees[0].classes, *counts)), "left_out": left_out}
 
 
 def _find(args: argparse.Namespace) -> tuple[list[Any], bool]:
@@ -213,21 +231,21 @@ def _find(args: argparse.Namespace) -> tuple[list[Any], bool]:
     return [tree.load(os.path.join(root, split), args.input_dir) for split in needed], False
 
 
-def _before(args: argparse.Namespace) -> dict[str, Any]:
+def _previous_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of the run that is resumed or evaluated; {} if there is none, in a trial, and with --min_nodes."""
-    nothing = args.prof or args.find_max_batch or args.min_nodes or (args.evaluate and args.weights)
-    return {} if nothing else restore.previous_arguments(args, progress.say)
+    is_independent = args.prof or args.find_max_batch or args.min_nodes or (args.evaluate and args.weights)
+    return {} if is_independent else restore.previous_arguments(args, progress.say)
 
 
-def _settled(
-    args: argparse.Namespace, found: Sequence[Any], before: dict[str, Any]
+def _apply_recipe(
+    args: argparse.Namespace, trees: Sequence[Any], previous: dict[str, Any]
 ) -> tuple[argparse.Namespace, Optional[str]]:
     """Apply a recipe, except where --weights are evaluated without --recipe; return (arguments, line for the log or None)."""
     if args.evaluate and args.weights and "recipe" not in args.given:
         return args, None  # how they were trained cannot be known
-    pictures = sum(map(len, found)) if len(found) > 1 else splits.SHARE * len(found[0])
-    trained_on = min(len(found[0]), args.max_samples or pictures)
-    return recipe.with_recipe(args, pictures, trained_on, collectives.rank_and_size()[1], before)
+    pictures = sum(map(len, trees)) if len(trees) > 1 else splits.SHARE * len(trees[0])
+    trained_on = min(len(trees[0]), args.max_samples or pictures)
+    return recipe.with_recipe(args, pictures, trained_on, collectives.rank_and_size()[1], previous)
 
 
 def _compare_classes(train: Any, val: Any) -> None:
@@ -251,14 +269,14 @@ def spread(files: tree.Tree, limit: Optional[int]) -> tree.Tree:
 def loader(
     data_set: DataSet, sampler: Sampler, device: torch.device, workers: int = 0, backend: str = "pytorch",
     mean: Sequence[float] = MEAN, std: Sequence[float] = STD, prefetch: int = 2, erasing: float = 0,
-    decode_on_gpu: Optional[bool] = None, **how: Any,
+    decode_on_gpu: Optional[bool] = None, **options: Any,
 ) -> Loader:  # fmt: skip
     """Return a loader of the data set. `backend`: one of BACKENDS or NO_INPUT; `erasing`: --random_erasing; `decode_on_gpu`:
-    where DALI decodes; unset, it does so with dali-gpu alone; `how`: more arguments of DeviceLoader."""
+    where DALI decodes; unset, it does so with dali-gpu alone; `options`: more of DeviceLoader."""
     if backend in NO_INPUT:
         from datasets.synthetic import Resident
 
-        return Resident(data_set, sampler, device, how.get("layout") or devices.layout(device))
+        return Resident(data_set, sampler, device, options.get("layout") or devices.layout(device))
     if backend.startswith("dali") and isinstance(data_set, Photos):
         on_gpu = backend == "dali-gpu" if decode_on_gpu is None else decode_on_gpu
         if on_gpu and (data_set.augmentation != "none" or data_set.mode == "bicubic"):
@@ -278,13 +296,13 @@ def loader(
     if erasing:
         from datasets.mixing import ErasingLoader
 
-        made = ErasingLoader(batches, sampler, device, mean, std, **how)
-        made.seed = data_set.seed
-        made.share = erasing
+        device_loader = ErasingLoader(batches, sampler, device, mean, std, **options)
+        device_loader.seed = data_set.seed
+        device_loader.share = erasing
     else:
-        made = DeviceLoader(batches, sampler, device, mean, std, **how)
-    made.file_of = getattr(data_set, "file_of", None)
-    here = backend.startswith("dali") or (workers == 0 and backend != "dpex")
-    if here and isinstance(data_set, Photos) and data_set.augmentation != "none":
-        made.beside = False  # it draws from torch's generator, which the training step in another thread uses, too
-    return made
+        device_loader = DeviceLoader(batches, sampler, device, mean, std, **options)
+    device_loader.file_of = getattr(data_set, "file_of", None)
+    in_this_process = backend.startswith("dali") or (workers == 0 and backend != "dpex")
+    if in_this_process and isinstance(data_set, Photos) and data_set.augmentation != "none":
+        device_loader.beside = False  # it draws from torch's generator, which the training step in another thread uses, too
+    return device_loader

@@ -23,6 +23,7 @@ from common.errors import SampleError, TrainingFailed, UserError, is_system_erro
 
 AHEAD = 2  # batches that are ready on the GPU while the network computes
 THREAD_NAME = "batches ahead"  # name of the thread that makes them
+THREAD = threading.local()  # has `is_prefetching` in that thread, and in a process that it has forked
 STOP_SECONDS = 1  # longest wait for the batch that is being made when the job is told to stop: it may never come
 DRAWS = (
     "the data set draws random numbers in the process that trains, where they cannot be seeded for each batch, so a restart "
@@ -50,11 +51,14 @@ class Loader:
         return len(self.sampler) + getattr(self.sampler, "batches_before", 0)
 
     def __iter__(self) -> Iterator[Any]:
-        given = STOPS.each(ahead(self._moved(), AHEAD) if self.beside else self._moved())
-        for number, (batch, ids, ready) in enumerate(given):
-            if ready:
+        batches = self._device_batches()
+        if self.beside:
+            batches = read_ahead(batches, AHEAD)
+        batches = STOPS.each(batches)
+        for number, (batch, ids, event) in enumerate(batches):
+            if event:
                 stream = devices.current_stream(self.device)
-                stream.wait_event(ready)
+                stream.wait_event(event)
                 for tensor in pytree.tree_flatten(batch)[0]:
                     if isinstance(tensor, torch.Tensor):
                         tensor.record_stream(stream)
@@ -66,7 +70,8 @@ class Loader:
         """Return the seconds spent on moving and preparing batches since the last call."""
         return self._clock.read()
 
-    def _moved(self):
+    def _device_batches(self) -> Generator:
+        """Yield (batch on the device, ids, event after the transfer or None). Runs in the thread, if there is one."""
         devices.use(self.device)
         epoch = self.sampler.epoch
         batches = iter(self._batches)
@@ -77,12 +82,12 @@ class Loader:
                 return
             if isinstance(batch, Exception):
                 raise batch
-            ids = _copied(batch[-1])
+            ids = _copy_tensor(batch[-1])
             with self._clock as clock:
-                prepared = self._prepared(batch[:-1], ids, epoch)
+                prepared = self._prepare(batch[:-1], ids, epoch)
             yield prepared, ids, clock.end
 
-    def _prepared(self, batch: Any, _ids: torch.Tensor, _epoch: int) -> Any:
+    def _prepare(self, batch: Any, _ids: torch.Tensor, _epoch: int) -> Any:
         return pytree.tree_map(lambda leaf: self._move(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch[0])
 
 
@@ -108,8 +113,8 @@ class _Samples:
 
     def __getitem__(self, epoch_and_ids: tuple[int, Any]) -> tuple[Any, torch.Tensor]:
         numbers = epoch_and_ids[1].tolist()
-        all_at_once = getattr(self._data_set, "__getitems__", None)
-        samples = all_at_once(numbers) if all_at_once else [self._data_set[number] for number in numbers]
+        getitems = getattr(self._data_set, "__getitems__", None)
+        samples = getitems(numbers) if getitems else [self._data_set[number] for number in numbers]
         return self._collate(samples), torch.tensor(numbers)
 
 
@@ -141,21 +146,22 @@ class DeviceLoader(Loader):
             self._scale, self._shift = (value.to(device) for value in (1 / (255 * std), -mean / std))
 
     def pixels(self, images: torch.Tensor) -> torch.Tensor:
+        """Return normalised images as uint8 pixels from 0 to 255."""
         return ((images.float() - self._shift) / self._scale).round().clamp(0, 255).to(torch.uint8)
 
-    def _prepared(self, batch: Any, ids: torch.Tensor, epoch: int) -> Any:
+    def _prepare(self, batch: Any, ids: torch.Tensor, epoch: int) -> Any:
         images, labels = batch
         images = self._move(images)
         if self._augment:
             images = self._augment(images, ids, epoch=epoch)
         images = images.to(torch.float32, memory_format=self._layout)
         images = images.mul_(self._scale).add_(self._shift).to(self.dtype)
-        return images, self._move(_copied(labels))
+        return images, self._move(_copy_tensor(labels))
 
 
-def _copied(kept: object) -> Any:
+def _copy_tensor(value: object) -> Any:
     """Return a copy of a tensor, anything else as it is: a tensor from a loader process holds a file descriptor open."""
-    return kept.clone() if isinstance(kept, torch.Tensor) else kept
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class TransferClock:
@@ -166,79 +172,81 @@ class TransferClock:
         self._seconds = 0.0
         self._events = []
         self.end: Any = None  # event after the work, for other streams to wait for; None on a CPU
-        self._reading = threading.Lock()  # the loading thread and the training thread both read the events
+        self._events_lock = threading.Lock()  # the loading thread and the training thread both read the events
 
     def stream(self) -> Any:
+        """Return a context in which operations go to the second stream; one without effect on a CPU."""
         return devices.on_stream(self._stream)
 
     def __enter__(self) -> "TransferClock":
-        self._began = self._mark()
-        self._inside = self.stream()
-        self._inside.__enter__()
+        self._start_mark = self._mark()
+        self._stream_context = self.stream()
+        self._stream_context.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._inside.__exit__(*error)
+        self._stream_context.__exit__(*error)
         if self._stream:
             self.end = self._mark()
-            self._events.append((self._began, self.end))
-            self._fold()
+            self._events.append((self._start_mark, self.end))
+            self._add_finished()
         else:
-            self._seconds += time.perf_counter() - self._began
+            self._seconds += time.perf_counter() - self._start_mark
 
     def _mark(self) -> Any:
         if not self._stream:
             return time.perf_counter()
         return devices.record_event(self._stream)
 
-    def _fold(self):
-        with self._reading:
+    def _add_finished(self):
+        with self._events_lock:
             while self._events and self._events[0][1].query():
-                began, end = self._events.pop(0)
-                self._seconds += began.elapsed_time(end) / 1000
+                start, end = self._events.pop(0)
+                self._seconds += start.elapsed_time(end) / 1000
 
     def read(self) -> float:
         """Return the seconds of work that was finished since the last call."""
-        self._fold()
-        with self._reading:
+        self._add_finished()
+        with self._events_lock:
             seconds = self._seconds
             self._seconds = 0.0
         return seconds
 
 
-def ahead(items: Generator, depth: int) -> Iterator:
+def read_ahead(items: Generator, depth: int) -> Iterator:
     """Yield the items. A thread makes up to `depth` ahead; its errors are raised here, and it is told to end with the loop."""
-    made = queue.Queue()
-    room = threading.Semaphore(depth)
-    over = threading.Event()
+    results = queue.Queue()
+    free_slots = threading.Semaphore(depth)
+    stopped = threading.Event()
     has_one_thread = threading.Event()
-    threads = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
 
     def work():
+        THREAD.is_prefetching = True
         torch.set_num_threads(1)  # many would take the cores of the training, for batches that are soon gathered
         has_one_thread.set()
         try:
-            while room.acquire() and not over.is_set():
-                made.put((next(items), None))
+            while free_slots.acquire() and not stopped.is_set():
+                results.put((next(items), None))
         except BaseException as error:  # among them StopIteration, the end of the items
-            made.put((None, error))
+            results.put((None, error))
 
     thread = threading.Thread(target=work, name=THREAD_NAME, daemon=True)
     thread.start()
     try:
         has_one_thread.wait()
-        torch.set_num_threads(threads)  # for the threads to come, too
+        torch.set_num_threads(num_threads)  # for the threads to come, too
         while True:
-            item, error = made.get()
+            item, error = results.get()
             if isinstance(error, StopIteration):
                 return
             if error:
                 raise error
-            room.release()
+            free_slots.release()
             yield item
     finally:
-        over.set()
-        room.release()
+        stopped.set()
+        free_slots.release()
         thread.join(STOP_SECONDS if STOPS.noted else None)
         if not thread.is_alive():
             items.close()
@@ -246,24 +254,24 @@ def ahead(items: Generator, depth: int) -> Iterator:
 
 def more_workers(args: argparse.Namespace) -> Iterator[str]:
     """Yield a suggestion for a slow loader, if it has fewer worker processes than its rank has cores."""
-    mine = devices.cores_per_rank(args)
-    if devices.loader_workers(args) < mine:
-        yield f"--workers {mine} (the cores of this node for each rank; now {devices.loader_workers(args)})"
+    cores = devices.cores_per_rank(args)
+    if devices.loader_workers(args) < cores:
+        yield f"--workers {cores} (the cores of this node for each rank; now {devices.loader_workers(args)})"
 
 
 def torch_batches(data_set: object, sampler: object, workers: int = 0, prefetch: int = 2) -> torch.utils.data.DataLoader:
     """Return a DataLoader of `data_set[epoch, ids]` for the sampler's batches of ids; an error may come in place of a batch."""
     # The sampler gives whole batches of ids. With a generator of its own, an epoch draws nothing from the global one.
-    order = WithEpoch(sampler, getattr(data_set, "announced", iter))
-    how: dict[str, Any] = {"sampler": order, "batch_size": None, "generator": torch.Generator()}
+    batches_with_epoch = WithEpoch(sampler, getattr(data_set, "announced", iter))
+    options: dict[str, Any] = {"sampler": batches_with_epoch, "batch_size": None, "generator": torch.Generator()}
     if workers:
         from datasets.processes import worker_batches
 
-        return worker_batches(HandsOnErrors(data_set, sampler), workers, prefetch, **how)
-    return torch.utils.data.DataLoader(HandsOnErrors(data_set, sampler), **how)
+        return worker_batches(WithSampleErrors(data_set, sampler), workers, prefetch, **options)
+    return torch.utils.data.DataLoader(WithSampleErrors(data_set, sampler), **options)
 
 
-class HandsOnErrors(torch.utils.data.Dataset):
+class WithSampleErrors(torch.utils.data.Dataset):
     """A data set whose errors name the sample.
 
     A UserError, TrainingFailed or system error is returned as the batch, for Loader to raise: torch would make a text of it.
@@ -272,7 +280,7 @@ class HandsOnErrors(torch.utils.data.Dataset):
     def __init__(self, data_set: Any, sampler: Any):
         self._data_set = data_set
         self._seed = getattr(sampler, "seed", 0)
-        self._looked = False
+        self._has_checked_draws = False
 
     def __len__(self) -> int:
         return len(self._data_set)
@@ -290,14 +298,14 @@ class HandsOnErrors(torch.utils.data.Dataset):
             raise SampleError(text) from error
 
     def _load(self, epoch: int, ids: np.ndarray) -> Any:
-        ahead = threading.current_thread().name == THREAD_NAME  # also in a worker process that this thread has forked
-        if torch.utils.data.get_worker_info() or not ahead:
+        in_prefetch_thread = getattr(THREAD, "is_prefetching", False)
+        if torch.utils.data.get_worker_info() or not in_prefetch_thread:
             with seeded_batch(self._seed, epoch, int(ids[0]) if len(ids) else 0):
                 return self._data_set[epoch, ids]
-        before = None if self._looked else states()  # no training step runs meanwhile
-        self._looked = True
+        states_before = None if self._has_checked_draws else states()  # no training step runs meanwhile
+        self._has_checked_draws = True
         batch = self._data_set[epoch, ids]
-        if before and are_different(before, states()):
+        if states_before and are_different(states_before, states()):
             progress.warn(DRAWS)
         return batch
 

@@ -1,4 +1,4 @@
-"""Today's recipe, as far as it sees batches: rectangles that are erased, mixup and CutMix, and weights of classes.
+"""What recent recipes do to batches: random erasing, mixup and CutMix, and weights of classes in the loss.
 
 What is erased is a pure function of seed, epoch and sample, as crops are; what is mixed comes from torch's generator, which is
 seeded for each step. The rectangles are torchvision's.
@@ -26,10 +26,10 @@ DRAW = 4 * crops.ATTEMPTS + 2  # index of the first random number of a sample th
 def rectangles(ids: object, height: int, width: int, seed: int, epoch: int, share: float) -> np.ndarray:
     """Return (top, left, height, width) of what is erased, int64 (N, 4): something in a `share` of the pictures."""
     ids = np.asarray(ids)
-    found = np.zeros((len(ids), 4), np.int64)
-    missing = np.flatnonzero(crops.uniform(ids, seed, epoch, [DRAW])[0] < share)
+    boxes = np.zeros((len(ids), 4), np.int64)
+    pending = np.flatnonzero(crops.uniform(ids, seed, epoch, [DRAW])[0] < share)
     for attempt in range(ATTEMPTS):
-        draws = crops.uniform(ids[missing], seed, epoch, range(DRAW + 1 + 4 * attempt, DRAW + 5 + 4 * attempt))
+        draws = crops.uniform(ids[pending], seed, epoch, range(DRAW + 1 + 4 * attempt, DRAW + 5 + 4 * attempt))
         pixels = height * width * (AREA[0] + draws[0] * (AREA[1] - AREA[0]))
         ratio = np.exp(LOG_RATIO[0] + draws[1] * (LOG_RATIO[1] - LOG_RATIO[0]))
         high = np.rint(np.sqrt(pixels * ratio)).astype(np.int64)
@@ -37,12 +37,12 @@ def rectangles(ids: object, height: int, width: int, seed: int, epoch: int, shar
         top = (draws[2] * (height - high + 1)).astype(np.int64)
         left = (draws[3] * (width - wide + 1)).astype(np.int64)
         fits = (high < height) & (wide < width)
-        found[missing[fits]] = np.stack([top, left, high, wide], axis=1)[fits]
-        missing = missing[~fits]
-    return found
+        boxes[pending[fits]] = np.stack([top, left, high, wide], axis=1)[fits]
+        pending = pending[~fits]
+    return boxes
 
 
-def erased(images: torch.Tensor, ids: object, seed: int, epoch: int, share: float) -> torch.Tensor:
+def erase_rectangles(images: torch.Tensor, ids: object, seed: int, epoch: int, share: float) -> torch.Tensor:
     """Set a rectangle of a `share` of the normalised images (N, C, H, W) to 0, the mean colour, in place."""
     height, width = images.shape[2:]
     edges = torch.from_numpy(rectangles(ids, height, width, seed, epoch, share).T.copy())
@@ -59,9 +59,9 @@ class ErasingLoader(DeviceLoader):
     seed = 0
     share = 0.0
 
-    def _prepared(self, batch: Any, ids: torch.Tensor, epoch: int) -> tuple[torch.Tensor, Any]:
-        images, labels = super()._prepared(batch, ids, epoch)
-        return erased(images, ids, self.seed, epoch, self.share), labels
+    def _prepare(self, batch: Any, ids: torch.Tensor, epoch: int) -> tuple[torch.Tensor, Any]:
+        images, labels = super()._prepare(batch, ids, epoch)
+        return erase_rectangles(images, ids, self.seed, epoch, self.share), labels
 
 
 # --- Mixup and CutMix ---------------------------------------------------------------------------------------------------
@@ -72,14 +72,14 @@ def mix(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """Return (images, labels, other labels, weight of labels): each image blended with another (mixup) or with a rectangle of
     another (CutMix), in the strengths given, of which one is above 0. With both, one of them is drawn."""
-    cut = cutmix > 0 and (mixup == 0 or bool(torch.rand(()) < 0.5))
-    strength = cutmix if cut else mixup
+    uses_cutmix = cutmix > 0 and (mixup == 0 or bool(torch.rand(()) < 0.5))
+    strength = cutmix if uses_cutmix else mixup
     weight = float(torch.distributions.Beta(strength, strength).sample())
-    if cut:
+    if uses_cutmix:
         top, left, bottom, right = rectangle(images.shape[2], images.shape[3], weight)
         weight = 1 - (bottom - top) * (right - left) / images[0, 0].numel()
     order = devices.to_device(torch.randperm(len(images)), images.device)
-    if not cut:
+    if not uses_cutmix:
         return images.lerp(images[order], 1 - weight), labels, labels[order], weight
     mixed = images.clone()
     mixed[..., top:bottom, left:right] = images[..., top:bottom, left:right][order]
@@ -89,9 +89,10 @@ def mix(
 def rectangle(height: int, width: int, weight: float) -> tuple[int, int, int, int]:
     """Return (top, left, bottom, right) around a random middle, cut off at the edges, of at most 1 - `weight` of the pixels."""
     middle = [int(torch.randint(size, size=(1,))) for size in (width, height)]
-    half = 0.5 * math.sqrt(1 - weight)
+    half_side = 0.5 * math.sqrt(1 - weight)
     (left, right), (top, bottom) = (
-        (max(place - int(half * size), 0), min(place + int(half * size), size)) for place, size in zip(middle, (width, height))
+        (max(place - int(half_side * size), 0), min(place + int(half_side * size), size))
+        for place, size in zip(middle, (width, height))
     )
     return top, left, bottom, right
 
@@ -99,14 +100,14 @@ def rectangle(height: int, width: int, weight: float) -> tuple[int, int, int, in
 # --- Weights of classes -------------------------------------------------------------------------------------------------
 
 
-def balanced(labels: Any, classes: int) -> torch.Tensor:
+def balanced_weights(labels: Any, classes: int) -> torch.Tensor:
     """Return a weight for each class, so that all that have samples count alike, and a sample 1 in the mean."""
     counts = np.bincount(labels, minlength=classes)
-    alike = len(labels) / max(1, np.count_nonzero(counts))
-    return torch.from_numpy(np.divide(alike, counts, out=np.zeros(classes), where=counts > 0)).float()
+    mean_count = len(labels) / max(1, np.count_nonzero(counts))
+    return torch.from_numpy(np.divide(mean_count, counts, out=np.zeros(classes), where=counts > 0)).float()
 
 
-def described(weights: torch.Tensor, classes: Sequence[str]) -> str:
+def describe_weights(weights: torch.Tensor, classes: Sequence[str]) -> str:
     """Return the weights for the log: the smallest and the largest."""
     low = int(weights.where(weights > 0, torch.inf).argmin())
     high = int(weights.argmax())

@@ -24,6 +24,7 @@ TEMPLATE = {"data_source": "data_url", "num_workers": "workers", "result_dir": "
 
 
 def add_options(parser: arguments.Parser) -> None:
+    """Add the options of the pairs, and accept the Template repository's names for some options."""
     data = arguments.group(parser, "data")
     data.add_argument("--data_backend", choices=["pytorch", "dali-cpu", "dali-gpu"], default="pytorch", help="what decodes the "
                       "pictures; all give the same ones")  # fmt: skip
@@ -38,11 +39,13 @@ def add_options(parser: arguments.Parser) -> None:
 
 def reads(args: argparse.Namespace) -> arguments.Input:
     """Return the input that the arguments name, before anything is opened."""
-    gpu = [] if args.data_backend.startswith("dali") else ["--data_backend dali-gpu where there is a GPU"]
+    remedies = [*more_workers(args)]
+    if not args.data_backend.startswith("dali"):
+        remedies.append("--data_backend dali-gpu where there is a GPU")
     return arguments.Input(
         address=args.data_url if is_address(args.data_url) and not args.custom_data else None,
         synthetic=args.custom_data,
-        remedies=(*more_workers(args), *gpu),
+        remedies=tuple(remedies),
         needs=(devices.DALI,) if args.data_backend.startswith("dali") else (),
     )
 
@@ -59,9 +62,9 @@ def load(args: argparse.Namespace) -> tuple[Pairs, Pairs]:
         raise UserError(f"there are no pairs: give --data_url, a {DATA}; or --custom_data true")
     moments.announce("data", args)
     root = on_every_rank("data", lambda: _folder(args))
-    how = {"resize": RESIZE if args.resize is None else args.resize, "crop": args.crop or CROP, "seed": args.seed,
+    options = {"resize": RESIZE if args.resize is None else args.resize, "crop": args.crop or CROP, "seed": args.seed,
            "megapixels": args.max_megapixels}  # fmt: skip
-    train, test = (Pairs(os.path.join(root, split), train=split == "train", **how) for split in ("train", "test"))
+    train, test = (Pairs(os.path.join(root, split), train=split == "train", **options) for split in ("train", "test"))
     for pairs in (train, test):
         pairs.keep_first(args.max_samples)
     return train, test
@@ -83,6 +86,7 @@ class PairLoader(DeviceLoader):
 
 
 def loader(pairs: Pairs, sampler: Sampler, device: torch.device, workers: int = 0, backend: str = "pytorch") -> PairLoader:
+    """Return a loader of the pairs. `backend`: pytorch, dali-cpu or dali-gpu."""
     if backend == "pytorch":
         batches = torch_batches(pairs, sampler, workers)
     else:

@@ -26,21 +26,24 @@ from common.files import create_scratch_folder
 
 SHARED_MEMORY = "/dev/shm"
 STOP_SECONDS = 1  # longest wait for workers to end when the job is told to stop
-LITTLE = 1 << 30  # bytes of /dev/shm per rank that suffice for the batches of loader processes; a container often has 64 MiB
-COLLATED = collate.default_collate_fn_map  # torch documents this registry for custom collate functions
-ORIGINAL = COLLATED[torch.Tensor]
+MIN_SHARED_BYTES = (
+    1 << 30
+)  # bytes of /dev/shm per rank that suffice for the batches of loader processes; a container often has 64 MiB
+COLLATE_FUNCTIONS = collate.default_collate_fn_map  # torch documents this registry for custom collate functions
+ORIGINAL_COLLATE = COLLATE_FUNCTIONS[torch.Tensor]
 
 
-def worker_batches(data_set: Any, workers: int, prefetch: int, **how: Any) -> "WorkerBatches":
+def worker_batches(data_set: Any, workers: int, prefetch: int, **options: Any) -> "WorkerBatches":
+    """Return a DataLoader with worker processes; UserError if they cannot have locks. `options`: more of DataLoader."""
     if os.path.isdir(SHARED_MEMORY) and not os.access(SHARED_MEMORY, os.W_OK):
         raise UserError(
             f"{SHARED_MEMORY} cannot be written to, and loader processes keep their locks there: mount it writable, or give "
             "--workers 0"
         )
     if has_little_shared_memory():
-        _advise_more()
+        _warn_of_small_memory()
     loader = WorkerBatches(
-        data_set, num_workers=workers, prefetch_factor=prefetch, persistent_workers=True, worker_init_fn=begin_worker, **how
+        data_set, num_workers=workers, prefetch_factor=prefetch, persistent_workers=True, worker_init_fn=begin_worker, **options
     )
     _make_socket_folder()
     atexit.register(_end_workers_of, weakref.ref(loader))
@@ -64,18 +67,19 @@ class WorkerBatches(torch.utils.data.DataLoader):
                 batch = next(batches)
             except StopIteration:
                 return
-            except (ConnectionError, EOFError, FileNotFoundError):  # not the data set's: HandsOnErrors wraps those
+            except (ConnectionError, EOFError, FileNotFoundError):  # not the data set's: WithSampleErrors wraps those
                 raise TrainingFailed(KILLED) from None
             except Exception as error:
                 dead = [process for process in getattr(batches, "_workers", ()) if (process.exitcode or 0) < 0]
                 self.end_workers()  # a reference cycle keeps the iterator alive, so nothing else would end them soon
                 if dead and "exited unexpectedly" in str(error):  # torch's words if it notices before SIGCHLD comes
-                    how = signal.strsignal(-dead[0].exitcode)
-                    raise RuntimeError(f"DataLoader worker (pid {dead[0].pid}) is killed by signal: {how}.") from None
+                    signal_name = signal.strsignal(-dead[0].exitcode)
+                    raise RuntimeError(f"DataLoader worker (pid {dead[0].pid}) is killed by signal: {signal_name}.") from None
                 raise
             yield batch
 
     def end_workers(self) -> None:
+        """End the worker processes, if there are any; the next loop over the loader starts new ones."""
         iterator = getattr(self, "_iterator", None)
         if iterator is not None:
             iterator._shutdown_workers()
@@ -90,12 +94,12 @@ def _join(process: Any, seconds: float, timeout: Optional[float] = None) -> None
 @functools.cache
 def _make_socket_folder():
     """Make a folder for the sockets of loader processes, unless the disk is full. After a kill, the next start removes it."""
-    this: Any = multiprocessing.current_process()
+    current_process: Any = multiprocessing.current_process()
     with contextlib.suppress(OSError):  # the disk may be full
         folder = create_scratch_folder()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         if len(folder) < 80:  # the path of a socket may have 107 bytes
-            this._config["tempdir"] = folder  # inherited by the processes that it starts
+            current_process._config["tempdir"] = folder  # inherited by the processes that it starts
 
 
 def _end_workers_of(reference: Callable[[], Any]) -> None:
@@ -108,16 +112,16 @@ def _end_workers_of(reference: Callable[[], Any]) -> None:
 def begin_worker(_worker: int) -> None:
     """Prepare a worker process. It ignores the platform's stop signals, because it must live until the job has saved."""
     if has_little_shared_memory():  # with none left, a process would be killed (SIGBUS)
-        ForkingPickler.register(torch.UntypedStorage, _within_the_message)
+        ForkingPickler.register(torch.UntypedStorage, _reduce_to_bytes)
         collate_in_own_memory()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    sys.excepthook = _but_for_a_lost_reader
-    of_all_queues: Any = queues.Queue
-    of_all_queues._on_queue_feeder_error = _send_error_instead
+    sys.excepthook = _print_error
+    queue_class: Any = queues.Queue
+    queue_class._on_queue_feeder_error = _send_error_instead
 
 
-def _but_for_a_lost_reader(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Print an error, except a ConnectionError: the thread that hands over tensors gets one when the job takes no more."""
     if not issubclass(kind, ConnectionError):
         sys.__excepthook__(kind, error, trace)
@@ -128,27 +132,32 @@ def _send_error_instead(queue: Any, error: Exception, unsent: object) -> None:
     would wait for ever. Python's thread that fills the queue calls it, tried with 3.11, with (number, batch); with bytes if the
     reader was lost."""
     if not isinstance(unsent, tuple):
-        _but_for_a_lost_reader(type(error), error, error.__traceback__)
+        _print_error(type(error), error, error.__traceback__)
         return
     number, batch = unsent
     try:
-        queue.put((number, _error_about(batch, one_line(error))))
+        queue.put((number, _explain_unsent(batch, one_line(error))))
     except Exception:  # whatever is in it, the training must not wait for it
         queue.put((number, TrainingFailed(f"a loader process cannot send a batch ({one_line(error)}): give --workers 0")))
 
 
-def _error_about(batch: Any, why: str) -> Exception:
+def _explain_unsent(batch: Any, reason: str) -> Exception:
+    """Return an error that names the part of the batch that cannot be sent, and its sample if that is clear."""
     *content, ids = batch
     path, culprit = _find_unsendable(content)
     if not path or (isinstance(culprit, torch.Tensor) and not culprit.requires_grad):  # so it is not the data set's fault
-        return TrainingFailed(f"a loader process cannot send a batch ({why}): give fewer --workers, or --workers 0")
-    places = [key for key, length in path if length == len(ids)]
-    sample = f"sample {ids[places[0]]}" if len(places) == 1 else f"one of samples {', '.join(str(int(each)) for each in ids)}"
+        return TrainingFailed(f"a loader process cannot send a batch ({reason}): give fewer --workers, or --workers 0")
+    indices = [key for key, length in path if length == len(ids)]
+    sample = (
+        f"sample {ids[indices[0]]}"
+        if len(indices) == 1
+        else f"one of samples {', '.join(str(int(sample_id)) for sample_id in ids)}"
+    )
     part = "".join(f"[{key!r}]" for key, _ in path[1:])
-    where = f"{part} of its batch is" if part else "the batch is"
+    subject = f"{part} of its batch is" if part else "the batch is"
     return UserError(
-        f"{sample}: a loader process cannot send a batch ({why}): {where} a {type(culprit).__name__}; let the data set give "
-        "tensors, numbers and texts, or give --workers 0"
+        f"{sample}: a loader process cannot send a batch ({reason}): {subject} a {type(culprit).__name__}; let the data set "
+        "give tensors, numbers and texts, or give --workers 0"
     )
 
 
@@ -178,14 +187,15 @@ def _can_be_sent(value: object) -> bool:
 
 
 def has_little_shared_memory() -> bool:
+    """Return whether /dev/shm is too small for the batches of all ranks of this node."""
     if not os.path.isdir(SHARED_MEMORY):
         return False
-    of_it = os.statvfs(SHARED_MEMORY)
-    return of_it.f_blocks * of_it.f_frsize < LITTLE * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    stats = os.statvfs(SHARED_MEMORY)
+    return stats.f_blocks * stats.f_frsize < MIN_SHARED_BYTES * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 @functools.cache
-def _advise_more():
+def _warn_of_small_memory():
     """Warn, once and only in the first rank of a node, that /dev/shm is small."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         progress.warn(
@@ -194,24 +204,24 @@ def _advise_more():
         )
 
 
-def _within_the_message(storage: torch.UntypedStorage) -> tuple[Callable[..., Any], tuple]:
+def _reduce_to_bytes(storage: torch.UntypedStorage) -> tuple[Callable[..., Any], tuple]:
     """Reduce a storage to its bytes, which are then pickled into the message; torch would put them into shared memory."""
-    return _stored, (torch.empty(0, dtype=torch.uint8).set_(storage).numpy(),)
+    return _restore_storage, (torch.empty(0, dtype=torch.uint8).set_(storage).numpy(),)
 
 
-def _stored(content: np.ndarray) -> torch.UntypedStorage:
+def _restore_storage(content: np.ndarray) -> torch.UntypedStorage:
     return torch.from_numpy(content).untyped_storage()
 
 
 def collate_in_own_memory() -> None:
     """Have default_collate make batches in ordinary memory instead of /dev/shm, because they are sent in messages."""
-    COLLATED[torch.Tensor] = _collated
+    COLLATE_FUNCTIONS[torch.Tensor] = _collated
 
 
-def _collated(batch: list, **how: Any) -> Any:
+def _collated(batch: list, **kwargs: Any) -> Any:
     info = worker._worker_info
     worker._worker_info = None
     try:
-        return ORIGINAL(batch, **how)
+        return ORIGINAL_COLLATE(batch, **kwargs)
     finally:
         worker._worker_info = info

@@ -38,43 +38,53 @@ WITH_WEIGHTS = 0.1  # factor of the lr with --weights, which keeps what they hav
 
 
 def spelled(values: Mapping[str, Any]) -> str:
+    """Return the values as options of a command line."""
     return " ".join(f"--{name} {str(value).lower()}" for name, value in values.items())
 
 
 def with_recipe(
-    args: argparse.Namespace, pictures: int, trained_on: int, ranks: int, before: Mapping[str, Any]
+    args: argparse.Namespace, pictures: int, trained_on: int, ranks: int, previous: Mapping[str, Any]
 ) -> tuple[argparse.Namespace, Optional[str]]:
     """Return the arguments with a recipe for so many pictures and the options that it sets, and a line for the log or None.
 
-    Given options stay. A run that goes on keeps its recipe and settings, perhaps not batch_size. `before`: its arguments or {}.
+    Given options stay. A resumed run keeps its recipe and settings, perhaps not batch_size; `previous`: its arguments, or {}.
     """
     if "recipe" not in args.given:
-        recipe = (before.get("recipe") or "imagenet") if before else "small" if pictures <= SMALL_SET else "imagenet"
+        recipe = "imagenet"
+        if previous:
+            recipe = previous.get("recipe") or "imagenet"
+        elif pictures <= SMALL_SET:
+            recipe = "small"
         args = arguments.replaced(args, recipe=recipe)
     if args.recipe != "small":
         return args, None
-    values = _of_a_small_folder(args, trained_on, ranks)
-    if before.get("recipe") == "small":
-        own = [] if args.exact else ["batch_size"]  # of a rank: it differs with the number of ranks, for the same total
-        values = {name: value if name in own else before.get(name, value) for name, value in values.items()}
+    values = _small_settings(args, trained_on, ranks)
+    if previous.get("recipe") == "small":
+        recomputed = [] if args.exact else ["batch_size"]  # of a rank: it differs with the number of ranks, for the same total
+        values = {name: value if name in recomputed else previous.get(name, value) for name, value in values.items()}
     values = {name: value for name, value in values.items() if name not in args.given}
     changed = {name: vars(args)[name] for name, value in values.items() if value != vars(args)[name]}
     args = arguments.replaced(args, **values, changed={**args.changed, **changed})
-    shown = " ".join(f"--{name} {f'{value:g}' if isinstance(value, float) else value}" for name, value in values.items())
-    why = f"{pictures} pictures are few, so this run has" if "recipe" not in args.given else "--recipe small has"
-    return args, f"{why} {shown} (--recipe imagenet: the settings of ImageNet)"
+    texts = {name: f"{value:g}" if isinstance(value, float) else value for name, value in values.items()}
+    settings = " ".join(f"--{name} {text}" for name, text in texts.items())
+    reason = f"{pictures} pictures are few, so this run has" if "recipe" not in args.given else "--recipe small has"
+    return args, f"{reason} {settings} (--recipe imagenet: the settings of ImageNet)"
 
 
-def _of_a_small_folder(args: argparse.Namespace, trained_on: float, ranks: int) -> dict[str, Any]:
+def _small_settings(args: argparse.Namespace, trained_on: float, ranks: int) -> dict[str, Any]:
+    """Return the settings of --recipe small for so many training pictures, which may be estimated, and ranks."""
     # The parts of a total batch: the shares if it has any; in an elastic job, all ranks that there may be; else the ranks.
     parts = args.shares or (args.world.world_size if args.min_nodes else ranks)
     batch = min(BATCH, 2 ** int(math.log2(max(1, trained_on / STEPS))))
-    least = 2 if trained_on >= 2 * parts else 1  # norms of a last layer have no statistic of one sample
-    size = args.batch_size if "batch_size" in args.given else max(least, batch // parts)
+    min_size = 2 if trained_on >= 2 * parts else 1  # norms of a last layer have no statistic of one sample
+    size = args.batch_size if "batch_size" in args.given else max(min_size, batch // parts)
     optimizer = args.optimizer if "optimizer" in args.given else SMALL["optimizer"]
     values = {**SMALL, "batch_size": size, "warmup": WARMUP * args.epochs}
     if optimizer in RATES:
         lr, power, decay = RATES[optimizer]
-        lr *= ((args.total_batch or size * parts) / BATCH) ** power * (WITH_WEIGHTS if args.weights else 1)
+        factor = ((args.total_batch or size * parts) / BATCH) ** power
+        if args.weights:
+            factor *= WITH_WEIGHTS
+        lr *= factor
         values.update(lr=lr, lr_batch=0, weight_decay=decay)
     return values

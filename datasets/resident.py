@@ -31,25 +31,26 @@ class ResidentLoader(DeviceLoader):
         super().__init__((), sampler, device, mean, std)
         self.beside = False  # a thread would cost the host more than the launches
         self._size = images.shape[2:]
-        self._pixels = self._stored(images.to(device))
+        self._pixels = self._to_pixels(images.to(device))
         self._labels = labels.to(device)
 
-    def _moved(self) -> Iterator[tuple[Batch, torch.Tensor, None]]:
+    def _device_batches(self) -> Iterator[tuple[Batch, torch.Tensor, None]]:
+        """Yield (batch, ids, None) of the epoch, whose crops are placed before the first batch."""
         batches = list(self.sampler)
         if not batches:
             return
         ids = torch.from_numpy(np.concatenate(batches))
         ids_on_device = self._move(ids)
-        parts = [ids, self._labels[ids_on_device], *self._places(ids, ids_on_device)]
+        parts = [ids, self._labels[ids_on_device], *self._pixel_indices(ids, ids_on_device)]
         sizes = [len(ids_of_batch) for ids_of_batch in batches]
-        for ids_of_batch, labels, *places in zip(*(part.split(sizes) for part in parts)):
-            yield (self._normalised(self._images_at(*places)), labels), ids_of_batch, None
+        for ids_of_batch, labels, *indices in zip(*(part.split(sizes) for part in parts)):
+            yield (self._normalised(self._images_at(*indices)), labels), ids_of_batch, None
 
-    def _stored(self, images: torch.Tensor) -> torch.Tensor:
+    def _to_pixels(self, images: torch.Tensor) -> torch.Tensor:
         """Return the images in the form that _images_at() reads."""
         return images
 
-    def _places(self, _ids: torch.Tensor, ids_on_device: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _pixel_indices(self, _ids: torch.Tensor, ids_on_device: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return, for all samples of the epoch, what _images_at() takes for those of a batch."""
         return (ids_on_device,)
 
@@ -66,10 +67,10 @@ class ResidentCrops(ResidentLoader):
 
     seed = 0  # of the crops
 
-    def _stored(self, images: torch.Tensor) -> torch.Tensor:
+    def _to_pixels(self, images: torch.Tensor) -> torch.Tensor:
         return crops.pixels_with_border(images)
 
-    def _places(self, ids: torch.Tensor, ids_on_device: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _pixel_indices(self, ids: torch.Tensor, ids_on_device: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return crops.rows_and_columns(ids_on_device, ids, self._size, self.seed, self.sampler.epoch)
 
     def _images_at(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ class EpochSampler:
     def __init__(self, num_samples: int, batch_size: int, seed: int):
         self.num_samples = num_samples
         self.seed = seed
-        self.own = range(1)
+        self.own_shares = range(1)
         self.shares = 1
         self._parts = "ranks"
         self.set_global_batch(batch_size)
@@ -29,13 +29,13 @@ class EpochSampler:
         """From here on, yield this rank's slice of every global batch, whose size becomes a rank's batch x `world_size`."""
         self._deal(range(rank, rank + 1), world_size, "ranks", self.global_batch // self.shares * world_size)
 
-    def deal(self, own: range, shares: int, global_batch: int) -> None:
-        """From here on, yield the shares `own` of every global batch, which is cut into `shares` equal ones."""
-        self._deal(own, shares, "shares", global_batch)
+    def deal(self, own_shares: range, shares: int, global_batch: int) -> None:
+        """From here on, yield `own_shares` of every global batch, which is cut into `shares` equal ones."""
+        self._deal(own_shares, shares, "shares", global_batch)
 
-    def _deal(self, own: range, shares: int, parts: str, global_batch: int) -> None:
-        _require_within(own, shares, parts)
-        self.own = own
+    def _deal(self, own_shares: range, shares: int, parts: str, global_batch: int) -> None:
+        _require_within(own_shares, shares, parts)
+        self.own_shares = own_shares
         self.shares = shares
         self._parts = parts
         self.set_global_batch(global_batch)
@@ -49,10 +49,13 @@ class EpochSampler:
                 f"use one of {allowed} {self._parts}, or another --batch_size"
             )
         if global_batch > self.num_samples:
-            parts = f" ({global_batch // self.shares} x {self.shares} {self._parts})" if self.shares > 1 else ""
-            fewer = f"{self.num_samples} samples are fewer than one global batch of {global_batch}{parts}"
-            do = "lower --batch_size" + (" or use fewer ranks" if parts else "")
-            raise TooFewSamples(f"an epoch would have no step: {fewer}; {do}")
+            parts = ""
+            advice = "lower --batch_size"
+            if self.shares > 1:
+                parts = f" ({global_batch // self.shares} x {self.shares} {self._parts})"
+                advice = "lower --batch_size or use fewer ranks"
+            reason = f"{self.num_samples} samples are fewer than one global batch of {global_batch}{parts}"
+            raise TooFewSamples(f"an epoch would have no step: {reason}; {advice}")
         self.global_batch = global_batch
 
     def start_at(self, epoch: int, consumed: int) -> None:
@@ -80,8 +83,8 @@ class EpochSampler:
     def __iter__(self) -> Iterator[np.ndarray]:
         order = self._order(self.epoch)
         size = self.global_batch // self.shares
-        for first in range(self.consumed, self.samples_per_epoch, self.global_batch):
-            yield order[first + self.own.start * size : first + self.own.stop * size]
+        for start in range(self.consumed, self.samples_per_epoch, self.global_batch):
+            yield order[start + self.own_shares.start * size : start + self.own_shares.stop * size]
 
     def __len__(self) -> int:
         return (self.samples_per_epoch - self.consumed) // self.global_batch
@@ -92,18 +95,20 @@ class EverySample(EpochSampler):
     of the epoch fill it up, as in torch's DistributedSampler: the other ranks would wait for a rank with fewer samples."""
 
     def set_global_batch(self, global_batch: int) -> None:
+        """Set the samples per step of all ranks. Any number will do, since the last batch may be smaller."""
         self.global_batch = global_batch
 
     @property
     def samples_per_epoch(self) -> int:
+        """Number of samples of an epoch: all of them."""
         return self.num_samples
 
     def __iter__(self) -> Iterator[np.ndarray]:
         order = np.resize(self._order(self.epoch), -(-self.num_samples // self.shares) * self.shares)  # resize() repeats it
-        for first in range(self.consumed, len(order), self.global_batch):
-            batch = order[first : first + self.global_batch]
+        for start in range(self.consumed, len(order), self.global_batch):
+            batch = order[start : start + self.global_batch]
             size = len(batch) // self.shares
-            yield batch[self.own.start * size : self.own.stop * size]
+            yield batch[self.own_shares.start * size : self.own_shares.stop * size]
 
     def __len__(self) -> int:
         return -(-(self.num_samples - self.consumed) // self.global_batch)
@@ -129,12 +134,12 @@ class InOrder:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         if self.whole_batches:
-            for first in range(self.rank * self.batch_size, self.num_samples, self.world_size * self.batch_size):
-                yield np.arange(first, min(first + self.batch_size, self.num_samples))
+            for start in range(self.rank * self.batch_size, self.num_samples, self.world_size * self.batch_size):
+                yield np.arange(start, min(start + self.batch_size, self.num_samples))
             return
-        mine = np.arange(self.rank, self.num_samples, self.world_size)
-        for first in range(0, len(mine), self.batch_size):
-            yield mine[first : first + self.batch_size]
+        rank_ids = np.arange(self.rank, self.num_samples, self.world_size)
+        for start in range(0, len(rank_ids), self.batch_size):
+            yield rank_ids[start : start + self.batch_size]
 
     def __len__(self) -> int:
         if self.whole_batches:
@@ -142,10 +147,10 @@ class InOrder:
         return -(-len(range(self.rank, self.num_samples, self.world_size)) // self.batch_size)
 
 
-def _require_within(own: range, count: int, parts: str) -> None:
-    if not 0 <= own.start <= own.stop <= count:
-        which = own.start if len(own) == 1 else f"{own.start} to {own.stop - 1}"
-        raise UserError(f"there is no {parts[:-1]} {which} of {count} {parts}, which are counted from 0")
+def _require_within(indices: range, count: int, parts: str) -> None:
+    if not 0 <= indices.start <= indices.stop <= count:
+        wrong = indices.start if len(indices) == 1 else f"{indices.start} to {indices.stop - 1}"
+        raise UserError(f"there is no {parts[:-1]} {wrong} of {count} {parts}, which are counted from 0")
 
 
 Sampler = Union[EpochSampler, InOrder]

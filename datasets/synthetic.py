@@ -12,7 +12,7 @@ from datasets.loader import Loader
 from datasets.sampler import Sampler
 
 MOTION = 7  # pixels that the camera moves while it takes a blurred picture
-AT_ONCE = 100  # images that are made at once: they fit into the processor's cache
+CHUNK_SIZE = 100  # images that are made at once: they fit into the processor's cache
 SEED = 20210901  # of the pictures themselves, so that every run sees the same ones
 
 
@@ -20,19 +20,19 @@ def blurry_and_sharp(number: int, split: str, size: int) -> list[bytes]:
     """Return two PNG files with a picture of coloured shapes: as a moving camera takes it, and sharp."""
     from PIL import Image
 
-    draw = np.random.default_rng([SEED, {"train": 1, "test": 2}[split], number])
-    reach = size + 2 * MOTION
-    rows, columns = np.mgrid[:reach, :reach]
-    picture = np.empty((3, reach, reach), np.float32)
-    picture[:] = draw.uniform(0, 255, (3, 1, 1))
+    generator = np.random.default_rng([SEED, {"train": 1, "test": 2}[split], number])
+    padded_size = size + 2 * MOTION
+    rows, columns = np.mgrid[:padded_size, :padded_size]
+    picture = np.empty((3, padded_size, padded_size), np.float32)
+    picture[:] = generator.uniform(0, 255, (3, 1, 1))
     for _ in range(14):
-        top, left = draw.integers(0, reach, 2)
-        high, wide = draw.integers(4, reach // 2, 2)
-        if draw.random() < 0.5:
-            inside = (rows >= top) & (rows < top + high) & (columns >= left) & (columns < left + wide)
+        top, left = generator.integers(0, padded_size, 2)
+        height, width = generator.integers(4, padded_size // 2, 2)
+        if generator.random() < 0.5:
+            inside = (rows >= top) & (rows < top + height) & (columns >= left) & (columns < left + width)
         else:
-            inside = ((rows - top) / high) ** 2 + ((columns - left) / wide) ** 2 < 0.25
-        picture[:, inside] = draw.uniform(0, 255, (3, 1))
+            inside = ((rows - top) / height) ** 2 + ((columns - left) / width) ** 2 < 0.25
+        picture[:, inside] = generator.uniform(0, 255, (3, 1))
     steps = range(-(MOTION // 2), MOTION // 2 + 1)
     moved = np.mean([np.roll(picture, (step // 2, step), axis=(1, 2)) for step in steps], axis=0)
     middle = slice(MOTION, MOTION + size)
@@ -44,19 +44,19 @@ def blurry_and_sharp(number: int, split: str, size: int) -> list[bytes]:
 
 def cifar_like(count: int, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Return uint8 images (count, 3, 32, 32) and their labels; those of a smaller count are the first of a larger count."""
-    number = {"train": 1, "test": 2}[split]
+    split_number = {"train": 1, "test": 2}[split]
     patterns = np.random.default_rng(SEED).uniform(-1, 1, (10, 3, 8, 8)).repeat(4, axis=2).repeat(4, axis=3)
-    labels = np.random.default_rng([SEED, number, 1]).integers(0, 10, count)
-    shifts = np.random.default_rng([SEED, number, 2]).integers(-4, 5, (count, 2))
-    noise = np.random.default_rng([SEED, number, 3])
-    around = np.pad(patterns, ((0, 0), (0, 0), (4, 4), (4, 4)), mode="wrap")
-    moved = np.lib.stride_tricks.sliding_window_view(around, (32, 32), axis=(2, 3))
+    labels = np.random.default_rng([SEED, split_number, 1]).integers(0, 10, count)
+    shifts = np.random.default_rng([SEED, split_number, 2]).integers(-4, 5, (count, 2))
+    noise = np.random.default_rng([SEED, split_number, 3])
+    padded = np.pad(patterns, ((0, 0), (0, 0), (4, 4), (4, 4)), mode="wrap")
+    moved = np.lib.stride_tricks.sliding_window_view(padded, (32, 32), axis=(2, 3))
     images = np.empty((count, 3, 32, 32), np.uint8)
-    for begin in range(0, count, AT_ONCE):
-        some = slice(begin, begin + AT_ONCE)
-        clean = moved[labels[some], :, 4 - shifts[some, 0], 4 - shifts[some, 1]]
+    for start in range(0, count, CHUNK_SIZE):
+        chunk = slice(start, start + CHUNK_SIZE)
+        clean = moved[labels[chunk], :, 4 - shifts[chunk, 0], 4 - shifts[chunk, 1]]
         noisy = 128 + 32 * clean + 64 * noise.standard_normal(clean.shape, dtype=np.float32)
-        images[some] = np.clip(noisy, 0, 255)
+        images[chunk] = np.clip(noisy, 0, 255)
     return images, labels.astype(np.int64)
 
 

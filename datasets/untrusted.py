@@ -30,11 +30,11 @@ from common.weights.unpickler import PlainUnpickler, opcodes
 
 NOTE = ".archive.json"  # file in an unpacked folder that identifies its archive
 BLOCK = tarfile.BLOCKSIZE
-LONGEST_HEADER = 1 << 16  # bytes that say more of the next file of a tar
-MOST_BYTES = 256 << 20  # of a file in an archive
+MAX_HEADER_BYTES = 1 << 16  # bytes that say more of the next file of a tar
+MAX_FILE_BYTES = 256 << 20  # of a file in an archive
 
 Member = tuple[str, int, bytes]  # a file's name, where it begins in a tar, and what is in it
-Wanted = Callable[[str], object]  # whether the content of a file is wanted; it may raise a ValueError
+IsWanted = Callable[[str], object]  # whether the content of a file is wanted; it may raise a ValueError
 
 
 class _Bounded:
@@ -42,18 +42,18 @@ class _Bounded:
 
     def __init__(self, stream: Any, limit: float) -> None:
         self._stream = stream
-        self._left = limit
+        self._remaining = limit
 
     def read(self, size: int) -> bytes:
-        content = self._stream.read(min(size, self._left + 1))
-        if len(content) > self._left:
+        content = self._stream.read(min(size, self._remaining + 1))
+        if len(content) > self._remaining:
             raise ValueError("it unpacks to more than the data set can hold, or the disk")
-        self._left -= len(content)
+        self._remaining -= len(content)
         return content
 
 
 def is_unpacked(archive: str, folder: str) -> bool:
-    """Whether unpack() made the folder from this archive, whose size and time have not changed since."""
+    """Return whether unpack() made the folder from this archive, whose size and time have not changed since."""
     try:
         return Path(folder, NOTE).read_text() == _identity(archive, os.stat(archive))
     except (OSError, ValueError):
@@ -65,13 +65,13 @@ def _identity(archive: str, status: os.stat_result) -> str:
 
 
 def unpack(
-    archive: str, folder: str, place_of: Callable[[str], Optional[str]], most: int, needed: Collection[str] = (),
+    archive: str, folder: str, place_of: Callable[[str], Optional[str]], max_bytes: int, needed: Collection[str] = (),
     count: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
     """Unpack a .zip, .tar or .tar.gz into `folder`, which appears whole or not at all and replaces an earlier one.
 
-    `place_of(name)`: where a file belongs below `folder`, or None to leave it out; a ValueError refuses the archive. `most`:
-    bytes of all files. `needed`: places that have to be there. `count()` is called for each file.
+    `place_of(name)`: where a file belongs below `folder`, or None to leave it out; a ValueError refuses the archive.
+    `max_bytes`: of all files. `needed`: places that have to be there. `count()` is called for each file.
     """
     parent, name = os.path.split(os.path.abspath(folder))
     unfinished = os.path.join(parent, f".unpacking-{name}-{socket.gethostname()}")
@@ -81,7 +81,7 @@ def unpack(
         with open_regular(archive) as file:
             Path(unfinished, NOTE).write_text(_identity(archive, os.fstat(file.fileno())))
             written = set()
-            for name, _, content in _members(file, most, place_of):
+            for name, _, content in _members(file, max_bytes, place_of):
                 place = str(place_of(name))
                 if place in written:
                     raise ValueError(f"{one_line(name)[:80]!r} is in it twice")
@@ -90,8 +90,10 @@ def unpack(
                 Path(unfinished, place).write_bytes(content)
                 count()
         missing = sorted(set(needed) - written)
-        if missing or not written:
-            raise ValueError(f"it lacks {', '.join(missing)}" if missing else "it has no file that is wanted")
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        if not written:
+            raise ValueError("it has no file that is wanted")
         if is_unpacked(archive, folder):  # by another node, which reads it already
             return
         if os.path.isdir(folder):
@@ -110,125 +112,130 @@ def unpack(
 DAMAGES = (tarfile.TarError, zipfile.BadZipFile, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error)
 
 
-def _members(file: BinaryIO, most: float, wanted: Wanted) -> Iterator[Member]:
-    begin = file.read(2)
-    head = (begin + file.read(200)).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+def _members(file: BinaryIO, max_bytes: float, is_wanted: IsWanted) -> Iterator[Member]:
+    """Return the wanted files of a zip, tar or tar.gz; its first bytes say which it is."""
+    magic = file.read(2)
+    text = (magic + file.read(200)).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     file.seek(0)
-    if head.startswith((b"<!doctype html", b"<html", b"<?xml")):
+    if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
         raise ValueError("it is a web page, as a server sends it that wants a login, and no archive")
-    if begin == b"PK":
-        return _zipped(file, most, wanted)
-    return in_tar(_Bounded(gzip.open(file) if begin == b"\x1f\x8b" else file, most), wanted)
+    if magic == b"PK":
+        return _zipped(file, max_bytes, is_wanted)
+    return in_tar(_Bounded(gzip.open(file) if magic == b"\x1f\x8b" else file, max_bytes), is_wanted)
 
 
-def in_tar(stream: Any, wanted: Wanted) -> Iterator[Member]:
-    """Read a tar to its end, and yield its files that are `wanted`.
+def in_tar(stream: Any, is_wanted: IsWanted) -> Iterator[Member]:
+    """Read a tar to its end, and yield its files that are wanted.
 
-    Other than tarfile, which takes a damaged header for the end, it accounts for every byte. A ValueError or TarError refuses
+    Unlike tarfile, which takes a damaged header for the end, it accounts for every byte. A ValueError or TarError refuses
     all but plain files and folders.
     """
-    at = 0
-    more = {}
+    position = 0
+    extension = {}
 
     def take(size: int) -> bytes:
-        nonlocal at
+        nonlocal position
         content = stream.read(size)
         if len(content) < size:
             raise ValueError("it is cut off")
-        at += size
+        position += size
         return content
 
     while (header := take(BLOCK)).count(0) < BLOCK:
         member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
         if member.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME):
-            if not 0 <= member.size <= LONGEST_HEADER:
+            if not 0 <= member.size <= MAX_HEADER_BYTES:
                 raise ValueError("one of its headers is too long")
-            said = take(member.size + -member.size % BLOCK)[: member.size]
+            extra_header = take(member.size + -member.size % BLOCK)[: member.size]
             if member.type == tarfile.XHDTYPE:
-                more = _records(said)
+                extension = _records(extra_header)
             elif member.type == tarfile.GNUTYPE_LONGNAME:
-                more = {"path": said.rstrip(b"\0").decode("utf-8", "surrogateescape")}
+                extension = {"path": extra_header.rstrip(b"\0").decode("utf-8", "surrogateescape")}
             continue
-        name = _plain(more.get("path", member.name))
-        size = int(more.get("size", member.size))
-        sparse = "GNU.sparse.major" in more or "GNU.sparse.size" in more
-        more = {}
+        name = _clean_name(extension.get("path", member.name))
+        size = int(extension.get("size", member.size))
+        is_sparse = "GNU.sparse.major" in extension or "GNU.sparse.size" in extension
+        extension = {}
         if member.isdir():
             continue
-        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or sparse or size < 0:
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or is_sparse or size < 0:
             raise ValueError(f"{one_line(name)[:80]!r} in it is not a plain file")
-        kept = _kept(name, size, wanted)
-        place = at
-        content = take(size) if kept else b""
-        for left in range(0 if kept else size, 0, -MIB):
-            take(min(MIB, left))
+        is_kept = _is_kept(name, size, is_wanted)
+        start = position
+        content = b""
+        if is_kept:
+            content = take(size)
+        else:
+            for remaining in range(size, 0, -MIB):
+                take(min(MIB, remaining))
         take(-size % BLOCK)
-        if kept:
-            yield name, place, content
-    while rest := stream.read(MIB):
-        if rest.count(0) < len(rest):
+        if is_kept:
+            yield name, start, content
+    while trailing := stream.read(MIB):
+        if trailing.count(0) < len(trailing):
             raise ValueError("it goes on after its end")
 
 
-def _records(said: bytes) -> dict[str, Any]:
+def _records(header: bytes) -> dict[str, Any]:
     """Return {key: value} of the header that says more of the next file. Each record is b"LENGTH KEY=VALUE\\n"."""
-    found = {}
-    at = 0
-    while at < len(said):
-        length = int(said[at : said.index(b" ", at)])
-        record = said[at : at + length]
+    records = {}
+    position = 0
+    while position < len(header):
+        length = int(header[position : header.index(b" ", position)])
+        record = header[position : position + length]
         key, equals, value = record.partition(b" ")[2].partition(b"=")
         if length < 5 or len(record) < length or not equals or not record.endswith(b"\n"):
             raise ValueError("one of its headers is damaged")
-        found[key.decode("utf-8", "replace")] = value[:-1].decode("utf-8", "surrogateescape")
-        at += length
-    return found
+        records[key.decode("utf-8", "replace")] = value[:-1].decode("utf-8", "surrogateescape")
+        position += length
+    return records
 
 
-def _plain(name: str) -> str:
+def _clean_name(name: str) -> str:
     return name.removeprefix("./").replace("//", "/")
 
 
-def _kept(name: str, size: int, wanted: Wanted) -> bool:
+def _is_kept(name: str, size: int, is_wanted: IsWanted) -> bool:
     if not is_fetchable_name(name):
         raise ValueError(f"{one_line(name)[:80]!r} in it is no name of a file below a folder")
-    if not wanted(name):
+    if not is_wanted(name):
         return False
-    if size > MOST_BYTES:
-        raise ValueError(f"{one_line(name)[:80]!r} in it has more than {MOST_BYTES // MIB} MiB")
+    if size > MAX_FILE_BYTES:
+        raise ValueError(f"{one_line(name)[:80]!r} in it has more than {MAX_FILE_BYTES // MIB} MiB")
     return True
 
 
-def _zipped(file: BinaryIO, most: float, wanted: Wanted) -> Iterator[Member]:
+def _zipped(file: BinaryIO, max_bytes: float, is_wanted: IsWanted) -> Iterator[Member]:
+    """Yield the files of a zip that are wanted. A ValueError refuses all but plain files and folders."""
     with zipfile.ZipFile(file) as archive:
-        if sum(member.file_size for member in archive.infolist()) > most:
+        if sum(member.file_size for member in archive.infolist()) > max_bytes:
             raise ValueError("it unpacks to more than the data set can hold, or the disk")
         for name, member in zip(_names_in_zip(archive), archive.infolist()):
             if name.endswith("/"):
                 continue
-            plain = stat.S_IFMT(member.external_attr >> 16) in (0, stat.S_IFREG) and not member.flag_bits & 1
-            if not plain or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others know no limit
+            is_plain = stat.S_IFMT(member.external_attr >> 16) in (0, stat.S_IFREG) and not member.flag_bits & 1
+            if not is_plain or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others know no limit
                 raise ValueError(
                     f"{one_line(name)[:80]!r} in it is no plain file, or is encrypted, or in a form of few programs"
                 )
-            if _kept(name, member.file_size, wanted):
-                with archive.open(member) as content:
-                    read = content.read(member.file_size)
-                if len(read) < member.file_size:
+            if _is_kept(name, member.file_size, is_wanted):
+                with archive.open(member) as stream:
+                    content = stream.read(member.file_size)
+                if len(content) < member.file_size:
                     raise ValueError("it is cut off")
-                yield name, 0, read
+                yield name, 0, content
 
 
 def _names_in_zip(archive: zipfile.ZipFile) -> list[str]:
     """Return the names of the files. Those that are not said to be UTF-8 are all that or, of Windows in China, all GB 18030."""
     names = [member.filename for member in archive.infolist()]
-    old = [number for number, member in enumerate(archive.infolist()) if not member.flag_bits & 0x800]
+    undeclared = [number for number, member in enumerate(archive.infolist()) if not member.flag_bits & 0x800]
     for code in ("utf-8", "gb18030"):
         with contextlib.suppress(UnicodeError):
-            for number, name in zip(old, [names[number].encode("cp437").decode(code) for number in old]):
+            for number, name in zip(undeclared, [names[number].encode("cp437").decode(code) for number in undeclared]):
                 names[number] = name
             break
-    return [_plain(name.replace("\\", "/")) for name in names]
+    return [_clean_name(name.replace("\\", "/")) for name in names]
 
 
 class _Array:

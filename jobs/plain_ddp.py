@@ -73,13 +73,13 @@ def main():
     if rank == 0:
         print(f"{ranks} x {device.type}: {len(train_images)} images, {begin} of {args.epochs} epochs are done", flush=True)
     for epoch in range(begin, args.epochs):
-        draw = torch.Generator().manual_seed(epoch)  # the order and the crops depend on the epoch alone, in every process
-        order = torch.randperm(len(train_images), generator=draw)
+        generator = torch.Generator().manual_seed(epoch)  # the order and the crops depend on the epoch alone, in every process
+        order = torch.randperm(len(train_images), generator=generator)
         losses = torch.zeros(len(order) // BATCH, device=device)
         optimizer.param_groups[0]["lr"] = args.lr * min((epoch + 1) / 5, 1 - epoch / args.epochs)
         for step in range(len(losses)):
             ids = order[step * BATCH : (step + 1) * BATCH]
-            draws = torch.rand(BATCH, 3, generator=draw)
+            draws = torch.rand(BATCH, 3, generator=generator)
             ### DDP: each process takes its part of the step's images ###
             ids = ids[rank::ranks]
             draws = draws[rank::ranks]
@@ -123,13 +123,13 @@ def options():
     add("--enable_gpu", choices=["true", "false"], help="unset: the GPU if there is one")
     add("--lr", type=float, default=0.1, help="learning rate: it rises towards this in 5 epochs, then falls")
     add("--epochs", type=int, default=30)
-    args, others = parser.parse_known_args()
+    args, unknown = parser.parse_known_args()
     if args.world_size > 1 and not args.init_method.rpartition(":")[2].isdigit():
         sys.exit(f"error: --init_method {args.init_method} is not the address of node 0, tcp://HOST:PORT")
     if args.custom_data == "false" and not any(os.path.exists(os.path.join(args.data_url, name)) for name in (FOLDER, ARCHIVE)):
         sys.exit(f"error: --data_url {args.data_url} has neither {FOLDER} nor {ARCHIVE}: give another, or --custom_data true")
-    if others:
-        print("ignored:", *others, flush=True)
+    if unknown:
+        print("ignored:", *unknown, flush=True)
     return args
 
 
@@ -145,11 +145,11 @@ class Arrays(Unpickler):
 def load(args):
     """Return training images, their labels, test images and labels: uint8 (N, 3, 32, 32) and int64."""
     if args.custom_data == "true":
-        draw = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         labels = torch.arange(6000) % 10
-        squares = torch.randint(0, 128, (10, 3, 4, 4), dtype=torch.uint8, generator=draw)[labels]
+        squares = torch.randint(0, 128, (10, 3, 4, 4), dtype=torch.uint8, generator=generator)[labels]
         images = squares.repeat_interleave(8, 2).repeat_interleave(8, 3)
-        images += torch.randint(0, 128, (6000, 3, 32, 32), dtype=torch.uint8, generator=draw)
+        images += torch.randint(0, 128, (6000, 3, 32, 32), dtype=torch.uint8, generator=generator)
         return images[:5000], labels[:5000], images[5000:], labels[5000:]
     folder = os.path.join(args.data_url, FOLDER)
     if os.path.exists(folder):
@@ -166,21 +166,21 @@ def load(args):
 def crop_and_flip(images, draws):
     """Return 32 x 32 pixels of each image, padded by 4 on each side, from a corner that is drawn, and mirrored or not."""
     padded = nn.functional.pad(images, (4, 4, 4, 4))
-    line = torch.arange(32, device=images.device)
-    rows = (9 * draws[:, :1]).to(torch.int64) + line
-    columns = (9 * draws[:, 1:2]).to(torch.int64) + torch.where(draws[:, 2:] < 0.5, line.flip(0), line)
-    number = torch.arange(len(images), device=images.device)
-    return padded[number[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+    offsets = torch.arange(32, device=images.device)
+    rows = (9 * draws[:, :1]).to(torch.int64) + offsets
+    columns = (9 * draws[:, 1:2]).to(torch.int64) + torch.where(draws[:, 2:] < 0.5, offsets.flip(0), offsets)
+    index = torch.arange(len(images), device=images.device)
+    return padded[index[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
 class Residual(nn.Module):
     """GroupNorm looks at one image, and not at a batch: so several processes compute what one would."""
 
-    def __init__(self, inside, outside, stride):
+    def __init__(self, inputs, outputs, stride):
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(inside, outside, 3, stride, 1), nn.GroupNorm(8, outside), nn.ReLU())
-        self.second = nn.Sequential(nn.Conv2d(outside, outside, 3, 1, 1), nn.GroupNorm(8, outside))
-        self.shortcut = nn.Conv2d(inside, outside, 1, stride, bias=False) if stride > 1 else nn.Identity()
+        self.first = nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1), nn.GroupNorm(8, outputs), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(outputs, outputs, 3, 1, 1), nn.GroupNorm(8, outputs))
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if stride > 1 else nn.Identity()
 
     def forward(self, x):
         return torch.relu(self.second(self.first(x)) + self.shortcut(x))

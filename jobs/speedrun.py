@@ -113,6 +113,7 @@ def main():
 
 
 def parse_options():
+    """Return the arguments; UserError if the job was started as several processes."""
     parser = arguments.bare_parser(__doc__, data=cifar10.DATA)
     parser.set_defaults(needs=(devices.CHANNELS_LAST,))
     training = arguments.group(parser, "training")
@@ -174,11 +175,13 @@ class Training:
         self.muon = Muon([parameter for parameter in trained if parameter.ndim == 4], momentum)
         norms_and_biases = [parameter for parameter in trained if parameter.ndim == 1]
         last_layer = [parameter for parameter in trained if parameter.ndim == 2]
-        others = [
+        parameter_groups = [
             {"params": norms_and_biases, "peak": NORM_RATE},
             {"params": last_layer, "peak": LAST_RATE, "weight_decay": 5e-4},
         ]
-        self.sgd = torch.optim.SGD(others, lr=LAST_RATE, momentum=OTHER_MOMENTUM, nesterov=True, **devices.fused(device))
+        self.sgd = torch.optim.SGD(
+            parameter_groups, lr=LAST_RATE, momentum=OTHER_MOMENTUM, nesterov=True, **devices.fused(device)
+        )
         if device.type != "cpu":
             self.model.compile(dynamic=False)
         self.steps = {size: graphs.one_graph(device, functools.partial(self.step, size)) for size in self.passes}
@@ -198,31 +201,32 @@ class Training:
         mirrored = flipped[order] ^ (torch.arange(len(order)) // count % 2 == 1)  # each pass those that the last one did not
         order = order.to(self.device)
         mirrored = mirrored.to(self.device)
-        self.begin_anew()
+        self.reset()
 
         self.model.train()
         batches = zip(progress.with_bar(sizes, f"seed {seed}", "step"), order.split(batch), mirrored.split(batch))
-        for number, (size, ids, its_mirrored) in enumerate(batches):
+        for number, (size, ids, batch_mirrored) in enumerate(batches):
             done = number / len(sizes)
             for group in self.sgd.param_groups:
                 group["lr"] = group["peak"] * min((number + 1) / len(sizes) / 0.2, (1 - done) / 0.8)
             self.muon.rate.fill_(FILTER_RATE * (1 - done))
-            self.steps[size](ids, its_mirrored)
+            self.steps[size](ids, batch_mirrored)
         measure_norms(self.model, self.images, order[: 8 * batch].split(batch))
         return self.model
 
-    def begin_anew(self):
+    def reset(self):
         """Take new weights and forget the momentum, in place, because what was compiled and recorded reads them there."""
         new = self.new_network()
         self.model.load_state_dict(new.state_dict())
-        for module, its_new in zip(self.model.modules(), new.modules()):
+        for module, new_module in zip(self.model.modules(), new.modules()):
             if isinstance(module, nn.BatchNorm2d):
-                module.momentum = its_new.momentum  # which measure_norms has changed
+                module.momentum = new_module.momentum  # which measure_norms has changed
         for velocities in (self.muon.velocities, [state["momentum_buffer"] for state in self.sgd.state.values()]):
             for velocity in velocities:
                 velocity.zero_()
 
     def step(self, size, ids, mirrored):
+        """Train on the images `ids`, scaled to `size`, and return the loss."""
         with torch.autocast(self.device.type, torch.bfloat16):
             logits = self.model(pictures(self.images, ids, mirrored, size))
             loss = functional.cross_entropy(logits, self.labels[ids], label_smoothing=self.smoothing)
@@ -248,6 +252,7 @@ def pictures(images, ids, mirrored, size):
 
 
 def normalised(images):
+    """Return uint8 images as floats, less the mean of CIFAR-10 and divided by its deviation."""
     mean, std = constants(images.device)
     return images.float().sub(mean).div(std)
 
@@ -270,6 +275,7 @@ def measure_norms(model, images, batches):
 
 @torch.no_grad()
 def accuracy(model, images, labels):
+    """Return the share of the images that the network classifies right."""
     model.eval()
     right = torch.zeros((), dtype=torch.int64, device=images.device)
     for batch, targets in zip(images.split(500), labels.split(500)):
@@ -314,18 +320,18 @@ def orthogonal(groups):
     The three factors P are multiplied first, as most are smaller than X; the next G is P G P. Consecutive groups whose matrices
     have the same number of rows are computed together.
     """
-    scaled = [one.bfloat16() / one.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7).bfloat16() for one in groups]
+    scaled = [stack.bfloat16() / stack.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7).bfloat16() for stack in groups]
     updates = []
     for _, alike in itertools.groupby(scaled, key=lambda matrices: matrices.shape[1]):
         alike = list(alike)
-        gram = torch.cat([one @ one.mT for one in alike])
+        gram = torch.cat([stack @ stack.mT for stack in alike])
         step = all_steps = polynomial(gram)
         for _ in range(2):
             gram = step @ gram @ step
             step = polynomial(gram)
             all_steps = step @ all_steps
-        factors = all_steps.split([len(one) for one in alike])
-        updates += [factor @ one for factor, one in zip(factors, alike)]
+        factors = all_steps.split([len(stack) for stack in alike])
+        updates += [factor @ stack for factor, stack in zip(factors, alike)]
     return updates
 
 
@@ -346,10 +352,10 @@ def resnet(images):
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3) and images.device.type == "cpu":
             module.forward = functools.partial(convolved, module)  # pyright: ignore[reportAttributeAccessIssue] (a method)
-    first = next(model.parameters()).detach()
+    first_weight = next(model.parameters()).detach()
     filters = patch_directions(images[:1000], 3)[1]
-    others = functional.normalize(first.flatten(1)).view_as(first)
-    first.copy_(torch.cat([filters, -filters, others])[: len(first)])
+    random_filters = functional.normalize(first_weight.flatten(1)).view_as(first_weight)
+    first_weight.copy_(torch.cat([filters, -filters, random_filters])[: len(first_weight)])
     for name, parameter in model.named_parameters():
         if name.endswith("residual_function.4.weight"):
             nn.init.zeros_(parameter)
@@ -395,9 +401,10 @@ class Small(nn.Sequential):
         self.extend([nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(256, 10)])
 
     @staticmethod
-    def group(before, after):
-        first = [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(after), nn.GELU()]
-        return first + [nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.GELU()]
+    def group(inputs, outputs):
+        """Return two convolutions with their norms; between them the image is halved."""
+        layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(outputs), nn.GELU()]
+        return layers + [nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.GELU()]
 
 
 NETS = {"resnet18": resnet, "small": Small}

@@ -108,11 +108,11 @@ def main():
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
 
-    how = {"lr": args.lr, "weight_decay": args.weight_decay, **devices.fused(device)}
+    settings = {"lr": args.lr, "weight_decay": args.weight_decay, **devices.fused(device)}
     if args.optimizer == "adam":
-        optimizer = torch.optim.Adam(model.parameters(), **how)
+        optimizer = torch.optim.Adam(model.parameters(), **settings)
     else:
-        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, nesterov=True, **how)
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, nesterov=True, **settings)
 
     # The run: shows progress, saves, and stops when it is told to.
     run = Run(args, train_sampler, model, data_set=train_set, test_samples=len(test_set), optimizer=optimizer)

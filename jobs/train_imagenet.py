@@ -87,9 +87,9 @@ def main():
     if not (args.exact or args.min_nodes or args.evaluate):  # otherwise the shares set it, or nothing is trained
         train_sampler.set_global_batch(args.total_batch or args.batch_size * world_size)
     layout = LAYOUTS[args.memory_format] if args.memory_format else devices.layout(device)
-    how = {"backend": args.data_backend, "prefetch": args.prefetch, "layout": layout, "mean": args.mean, "std": args.std}
-    train_loader = imagenet.loader(train_set, train_sampler, device, args.workers, erasing=args.random_erasing, **how)
-    val_loader = imagenet.loader(val_set, val_sampler, device, args.workers, **how)
+    settings = {"backend": args.data_backend, "prefetch": args.prefetch, "layout": layout, "mean": args.mean, "std": args.std}
+    train_loader = imagenet.loader(train_set, train_sampler, device, args.workers, erasing=args.random_erasing, **settings)
+    val_loader = imagenet.loader(val_set, val_sampler, device, args.workers, **settings)
 
     network = build(args, len(train_set.classes)).to(device).to(memory_format=layout)
     if norms.over_all_ranks(args):
@@ -103,8 +103,8 @@ def main():
     devices.compile_network(args, model, accumulates, loss_fn)
     # --exact true gives the same bits on any number of ranks: each computes some shares of the total batch, and all shares are
     # added in one order. With --min_nodes alone the order is not fixed; shares are dealt anew when ranks are lost or join.
-    divided = args.exact or args.min_nodes
-    shares = exact.Shares(args, model, train_sampler, val_sampler, args.total_batch, args.exact) if divided else None
+    has_shares = args.exact or args.min_nodes
+    shares = exact.Shares(args, model, train_sampler, val_sampler, args.total_batch, args.exact) if has_shares else None
 
     optimizer = build_optimizer(args, network)
     frozen = all_but_the_last_layer(network)
@@ -122,7 +122,7 @@ def main():
         run.register(shares=shares)  # run.steps() yields the shares of this rank one at a time
     run.resume()  # from the newest checkpoint in the output folder, if there is one
 
-    def add_gradients(portion, images, labels, others, weight):
+    def add_gradients(portion, images, labels, other_labels, weight):
         """Return the loss of this rank's part of the total batch, in micro-batches of at most `portion` images.
 
         Their gradients are added within one step of the run; run.updates() is for a script whose updates take several steps.
@@ -130,12 +130,12 @@ def main():
         count = -(-len(images) // portion)
         if shares:
             shares.passes = count
-        micro_batches = list(zip(*(tensor.tensor_split(count) for tensor in (images, labels, others))))
+        micro_batches = list(zip(*(tensor.tensor_split(count) for tensor in (images, labels, other_labels))))
         total = torch.zeros((), device=device)
 
         optimizer.zero_grad()
-        for place, (micro_images, targets, other_targets) in enumerate(micro_batches, 1):
-            model.require_backward_grad_sync = place == count and not shares  # the ranks exchange their gradients once
+        for position, (micro_images, targets, other_targets) in enumerate(micro_batches, 1):
+            model.require_backward_grad_sync = position == count and not shares  # the ranks exchange their gradients once
             with autocast:
                 output = model(micro_images)
                 loss = loss_fn(output, targets)
@@ -196,7 +196,7 @@ def main():
             run.end_epoch()
         else:
             scores, _ = run.together(evaluate, ema.module if ema else network, val_loader, classes, autocast)
-            run.end_epoch(scores, **named(scores, args.best_by))
+            run.end_epoch(scores, **epoch_metrics(scores, args.best_by))
 
 
 def with_implied_options(args):
@@ -240,18 +240,18 @@ def add_training(add):
         "--weights",
         help="weights to begin with: a file, also in a bucket, or a name, as ResNet50_Weights.DEFAULT",
     )
-    frozen = "with --weights: train the last layer alone for so many epochs, then all of the network"
-    add("--freeze_epochs", type=number(int, at_least=0), default=0, help=frozen)
+    freeze_epochs_help = "with --weights: train the last layer alone for so many epochs, then all of the network"
+    add("--freeze_epochs", type=number(int, at_least=0), default=0, help=freeze_epochs_help)
     add("--num_classes", type=COUNT, help="outputs of the network; unset: the classes of the data")
     add("--val_batch_size", type=COUNT, help="photographs in a batch of the evaluation; unset: batch_size")
-    total = "images a step, of all devices together; larger than batch_size x devices, the gradients are accumulated"
-    add("--total_batch", type=COUNT, help=f"{total}; unset: batch_size x devices")
+    total_batch_help = "images a step, of all devices together; larger than batch_size x devices, the gradients are accumulated"
+    add("--total_batch", type=COUNT, help=f"{total_batch_help}; unset: batch_size x devices")
     add("--exact", type=boolean, default=False, help="the same bits on any number of devices (docs/exact.md)")
     add("--shares", type=COUNT, help=f"with --exact true or --min_nodes: {exact.SHARES}")
-    meant = "the total batch that --lr is meant for; 0: --lr is for the one that is used"
-    add("--lr_batch", type=number(int, at_least=0), default=256, help=meant)
-    falls = "learning rate after the warm-up; step: a tenth after 1/3, 2/3 and 8/9 of the run"
-    add("--schedule", choices=["cosine", "linear", "step", "constant"], default="cosine", help=falls)
+    lr_batch_help = "the total batch that --lr is meant for; 0: --lr is for the one that is used"
+    add("--lr_batch", type=number(int, at_least=0), default=256, help=lr_batch_help)
+    schedule_help = "learning rate after the warm-up; step: a tenth after 1/3, 2/3 and 8/9 of the run"
+    add("--schedule", choices=["cosine", "linear", "step", "constant"], default="cosine", help=schedule_help)
     add("--warmup", type=number(float, at_least=0), default=5, help="epochs of linear warm-up, half of the run at most")
     add("--end_lr", type=number(float, at_least=0), default=0, help="where cosine and linear end")
     add("--optimizer", choices=["sgd", "adamw", "rmsprop"], default="sgd", help="how the gradients change the weights")
@@ -259,24 +259,28 @@ def add_training(add):
     add("--nesterov", type=boolean, default=True, help="Nesterov's momentum for sgd")
     add("--bn_weight_decay", type=boolean, default=False, help="weight decay on norms and biases, too")
     add("--mixup", type=number(float, at_least=0), default=0, help="strength; 0.2 is usual, 0 is off")
-    cut = "strength of CutMix; 1 is usual, 0 is off; with --mixup, one of them is drawn for each batch"
-    add("--cutmix", type=number(float, at_least=0), default=0, help=cut)
+    cutmix_help = "strength of CutMix; 1 is usual, 0 is off; with --mixup, one of them is drawn for each batch"
+    add("--cutmix", type=number(float, at_least=0), default=0, help=cutmix_help)
     add("--clip_grad", type=POSITIVE, help="the largest norm of all gradients together; unset: any")
     add("--class_weights", choices=["none", "balanced"], default="none", help="in the loss; balanced: classes count alike")
-    averaged = "decay of averaged weights, e.g. 0.9999, which are evaluated and given away instead; unset: none"
-    add("--ema", type=number(float, above=0, below=1), help=averaged)
-    half = "unset: on a GPU bfloat16, or float16 where it has no bfloat16; float32 on a CPU"
-    add("--amp_dtype", choices=["bfloat16", "float16", "float32"], help=half)
-    scale = "of float16: the scale of the loss at first, and for good without --growth_interval; unset: 65536, which grows"
-    add("--static_loss_scale", type=POSITIVE, help=scale)
+    ema_help = "decay of averaged weights, e.g. 0.9999, which are evaluated and given away instead; unset: none"
+    add("--ema", type=number(float, above=0, below=1), help=ema_help)
+    amp_dtype_help = "unset: on a GPU bfloat16, or float16 where it has no bfloat16; float32 on a CPU"
+    add("--amp_dtype", choices=["bfloat16", "float16", "float32"], help=amp_dtype_help)
+    loss_scale_help = (
+        "of float16: the scale of the loss at first, and for good without --growth_interval; unset: 65536, which grows"
+    )
+    add("--static_loss_scale", type=POSITIVE, help=loss_scale_help)
     add("--growth_interval", type=COUNT, help="of float16: steps without an overflow until the scale doubles; unset: 2000")
     add("--memory_format", choices=list(LAYOUTS), help="of images and network; unset: the device's fastest")
-    best = f"chooses the best epoch; {BALANCED} is the mean over the classes"
-    add("--best_by", choices=["accuracy", BALANCED], default="accuracy", help=best)
+    best_by_help = f"chooses the best epoch; {BALANCED} is the mean over the classes"
+    add("--best_by", choices=["accuracy", BALANCED], default="accuracy", help=best_by_help)
     add("--early_stopping_patience", type=COUNT, help="end after so many epochs without a better one, by --best_by")
-    shown = "; ".join(f"{name} has {recipe.spelled(values)}" for name, values in RECIPES.items())
-    small = f"unset: small for a folder of at most {recipe.SMALL_SET} pictures, which the log then spells out, else imagenet"
-    add("--recipe", choices=recipe.NAMES, help=f"the defaults of other options: {shown}; {small}")
+    recipes_help = "; ".join(f"{name} has {recipe.spelled(values)}" for name, values in RECIPES.items())
+    unset_help = (
+        f"unset: small for a folder of at most {recipe.SMALL_SET} pictures, which the log then spells out, else imagenet"
+    )
+    add("--recipe", choices=recipe.NAMES, help=f"the defaults of other options: {recipes_help}; {unset_help}")
 
 
 def add_output(add):
@@ -285,17 +289,20 @@ def add_output(add):
 
 
 def add_short_runs(add):
-    speed = "the throughput of so many steps, after 10 that warm up: images a second and where the time went"
-    add("--prof", type=COUNT, help=f"{speed}; saves nothing and ends")
-    alone = "only evaluate: --weights, the checkpoint of --resume, or the newest in the output folder"
-    add("--evaluate", type=boolean, default=False, help=f"{alone}; what is found is in evaluation.json there")
+    prof_help = "the throughput of so many steps, after 10 that warm up: images a second and where the time went"
+    add("--prof", type=COUNT, help=f"{prof_help}; saves nothing and ends")
+    evaluate_help = "only evaluate: --weights, the checkpoint of --resume, or the newest in the output folder"
+    add("--evaluate", type=boolean, default=False, help=f"{evaluate_help}; what is found is in evaluation.json there")
     add("--training_only", type=boolean, default=False, help="no evaluation")
     add("--run_epochs", type=COUNT, help="stop after so many epochs of this start; the same command goes on")
 
 
 def with_options_of_weights(args):
-    """Return the arguments with --arch, --image_size and, for --evaluate, more from the file beside --weights, unless given.
-    Of weights with a name there are also all options for the pictures, and the path in place of the name."""
+    """Return the arguments with options from the file beside --weights, unless they are given.
+
+    These are --arch, --image_size and, for --evaluate or weights of another program, how its pictures are made.
+    For weights with a name, all options for the pictures are set too, and the path takes the place of the name.
+    """
     from common.weights import by_name
 
     if by_name.is_name(args.weights):
@@ -304,12 +311,12 @@ def with_options_of_weights(args):
     about = about_weights(path)
     of_another_program = "epoch" not in about  # its pictures are made as it made them, also for training
     names = OPTIONS if args.evaluate or of_another_program else ("arch", "image_size")
-    found = {name: about[name] for name in names if name in about and name not in args.given}
-    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    if found and distributed.get_rank() == 0:
-        shown = (f"--{name} {value}" for name, value in found.items() if name not in ("mean", "std", "crop_pct"))
+    file_options = {name: about[name] for name in names if name in about and name not in args.given}
+    file_options = {name: tuple(value) if isinstance(value, list) else value for name, value in file_options.items()}
+    if file_options and distributed.get_rank() == 0:
+        shown = (f"--{name} {value}" for name, value in file_options.items() if name not in ("mean", "std", "crop_pct"))
         say(one_line(f"as {beside(path)} says: {' '.join(shown)}"))
-    return arguments.replaced(args, **found, given={**args.given, **found})
+    return arguments.replaced(args, **file_options, given={**args.given, **file_options})
 
 
 def build(args, classes):
@@ -321,26 +328,33 @@ def build(args, classes):
     network = classifiers.classifier(args.arch, args.num_classes or classes, args.image_size, shallow=args.recipe != "small")
     if args.weights:
         path = local_weights(args.weights, args.input_dir, say)
-        anew = load_weights(network, path, new_head=not args.evaluate)
-        if anew and distributed.get_rank() == 0:
-            say(f"{args.weights} has no weights for these classes: {' and '.join(anew)} begin anew")
+        new_layers = load_weights(network, path, new_head=not args.evaluate)
+        if new_layers and distributed.get_rank() == 0:
+            say(f"{args.weights} has no weights for these classes: {' and '.join(new_layers)} begin anew")
     return network
 
 
 def scaling(args):
     """Return the options of the GradScaler for float16; empty to keep torch's defaults."""
-    first = {"init_scale": args.static_loss_scale} if args.static_loss_scale else {}
-    never = 2**31 - 1 if args.static_loss_scale else None
-    growth = args.growth_interval or never
-    return {**first, **({"growth_interval": growth} if growth else {})}
+    settings = {}
+    growth_interval = args.growth_interval
+    if args.static_loss_scale:
+        settings["init_scale"] = args.static_loss_scale
+        growth_interval = growth_interval or 2**31 - 1  # never
+    if growth_interval:
+        settings["growth_interval"] = growth_interval
+    return settings
 
 
 def build_optimizer(args, network):
     """Return the optimizer, without weight decay on norms and biases unless --bn_weight_decay is true."""
     weights = [parameter for parameter in network.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in network.parameters() if parameter.ndim <= 1]
-    of_others = args.weight_decay if args.bn_weight_decay else 0
-    parameters = [{"params": weights, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": of_others}]
+    norms_and_biases = [parameter for parameter in network.parameters() if parameter.ndim <= 1]
+    norm_decay = args.weight_decay if args.bn_weight_decay else 0
+    parameters = [
+        {"params": weights, "weight_decay": args.weight_decay},
+        {"params": norms_and_biases, "weight_decay": norm_decay},
+    ]
     if args.optimizer == "rmsprop":
         return torch.optim.RMSprop(parameters, lr=args.lr, alpha=0.9, eps=1e-3, momentum=args.momentum)
     fused = devices.fused(weights[0].device)
@@ -363,7 +377,8 @@ def learning_rate(args, peak, epochs):
         return peak * epochs / warmup
     done = (epochs - warmup) / (args.epochs - warmup)
     if args.schedule == "step":
-        return peak * 0.1 ** sum(epochs >= begin * args.epochs for begin in (1 / 3, 2 / 3, 8 / 9))
+        drops = [begin for begin in (1 / 3, 2 / 3, 8 / 9) if epochs >= begin * args.epochs]
+        return peak * 0.1 ** len(drops)
     factor = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1}[args.schedule]
     return args.end_lr + (peak - args.end_lr) * factor
 
@@ -376,10 +391,10 @@ def evaluate_alone(args, network, loader, classes, outputs, autocast):
     path = local_weights(args.weights, args.input_dir, say) if args.weights else ""
     about = about_weights(path) if args.weights else {}
     if not args.weights:
-        found = barrier.from_rank_0(lambda: restore.to_evaluate(args, print))
-        if not found:
+        checkpoint = barrier.from_rank_0(lambda: restore.to_evaluate(args, print))
+        if not checkpoint:
             raise UserError("--evaluate true has no weights: give --weights FILE, --resume PATH, or the output folder of a run")
-        state, about, path = found
+        state, about, path = checkpoint
         fit(network, evaluated_weights(state), path, new_head=False)
         for name in ("image_size", "resize"):
             trained = about["arguments"].get(name, vars(args)[name])
@@ -389,7 +404,7 @@ def evaluate_alone(args, network, loader, classes, outputs, autocast):
         restore.refuse_other_classes(about.get("classes", ()), classes, args.weights or path)
     scores, latency = evaluate(network, loader, outputs, autocast)
     if distributed.get_rank() == 0:
-        metrics = {**named(scores, args.best_by), **latency}
+        metrics = {**epoch_metrics(scores, args.best_by), **latency}
         row = {"weights": args.weights or path, "epoch": about.get("epoch"), **metrics}
         say(" ".join(f"{name}={value:.4f}" for name, value in metrics.items()) + f" of {row['weights']}")
         os.makedirs(args.output_dir, exist_ok=True)
@@ -420,12 +435,16 @@ def evaluate(model, loader, classes, autocast):
     return scores, dict(zip(("latency_p50", "latency_p95", "latency_p99", "latency_max"), latency.tolist()))
 
 
-def named(scores, best_by="accuracy"):
-    """Return the metrics of an epoch: --best_by's too, and the mean of the classes where they differ in size."""
-    top5 = {"top5": scores.top5} if len(scores.classes) > 5 else {}
+def epoch_metrics(scores, best_by="accuracy"):
+    """Return {metric: value}, with the mean over the classes if they differ in size or --best_by asks for it."""
+    metrics = {"accuracy": scores.accuracy}
+    if len(scores.classes) > 5:
+        metrics["top5"] = scores.top5
     sizes, recalls = zip(*((count, recall) for _, count, recall in scores.per_class() if count))
-    balanced = {BALANCED: sum(recalls) / len(recalls)} if len(set(sizes)) > 1 or best_by == BALANCED else {}
-    return {"accuracy": scores.accuracy, **top5, **balanced, "loss": scores.loss}
+    if len(set(sizes)) > 1 or best_by == BALANCED:
+        metrics[BALANCED] = sum(recalls) / len(recalls)
+    metrics["loss"] = scores.loss
+    return metrics
 
 
 if __name__ == "__main__":

@@ -75,11 +75,8 @@ def main():
               optimizer=optimizer, scaler=scaler)  # fmt: skip
     run.resume()  # from the newest checkpoint in the output folder, if there is one
     if not run.goes_on:
-        run.say(
-            "the blurry pictures themselves: psnr={psnr:.4f} ssim={ssim:.4f}".format(
-                **evaluate(run.model, test_loader, len(test_set))[0]
-            )
-        )
+        metrics, _ = evaluate(run.model, test_loader, len(test_set))
+        run.say("the blurry pictures themselves: psnr={psnr:.4f} ssim={ssim:.4f}".format(**metrics))
     watch.lap("model")
 
     for epoch in run.epochs():
@@ -124,8 +121,8 @@ def options():
 
 
 @torch.no_grad()
-def evaluate(model, loader, number):
-    """Return the metrics over all ranks' `number` test pairs, and this rank's first examples: blurry, restored, sharp."""
+def evaluate(model, loader, count):
+    """Return the metrics over all ranks' `count` test pairs, and this rank's first examples: blurry, restored, sharp."""
     model.eval()
     sums = torch.zeros(3, dtype=devices.widest(loader.device), device=loader.device)
     rows = []
@@ -138,7 +135,7 @@ def evaluate(model, loader, number):
             strips = torch.cat([blurry, restored, sharp], dim=3)
             rows += list((strips * 255).round().to("cpu", torch.uint8))
     distributed.all_reduce(sums)
-    metrics = dict(zip(("psnr", "ssim", "loss"), (sums / number).tolist()))
+    metrics = dict(zip(("psnr", "ssim", "loss"), (sums / count).tolist()))
     return metrics, rows[:EXAMPLES]
 
 

@@ -25,19 +25,18 @@ VERBS = {
 
 
 def main(argv: list[str]) -> int:
+    """Run the verb that argv begins with and return its exit code; 2 if there is no such verb."""
     if argv == ["--version"]:
         print(f"anyrank {VERSION}")
         return 0
     if not argv or argv[0] not in VERBS:
-        lines = [f"    {name:8} {what}" for name, what in VERBS.items()]
+        lines = [f"    {name:8} {description}" for name, description in VERBS.items()]
         if argv in ([], ["-h"], ["--help"]):
             print("\n".join([str(__doc__), "", *lines]))
             return 0
-        meant = difflib.get_close_matches(argv[0], VERBS, n=1)
-        print(
-            f"error: launch has no verb {argv[0]!r}: " + (f"did you mean {meant[0]}?" if meant else f"give {', '.join(VERBS)}"),
-            file=sys.stderr,
-        )
+        matches = difflib.get_close_matches(argv[0], VERBS, n=1)
+        hint = f"did you mean {matches[0]}?" if matches else f"give {', '.join(VERBS)}"
+        print(f"error: launch has no verb {argv[0]!r}: {hint}", file=sys.stderr)
         return 2
     try:
         code = importlib.import_module(f"launch.{argv[0]}").main(argv[1:])

@@ -53,8 +53,8 @@ class BlockError(UserError):
 @dataclasses.dataclass(frozen=True)
 class Block:
     tag: str
-    at: int  # index of the base line before which the block is
-    was: tuple[str, ...]  # the base lines that it replaces; empty if it only adds
+    position: int  # index of the base line before which the block is
+    replaced: tuple[str, ...]  # the base lines that it replaces; empty if it only adds
     text: tuple[str, ...]  # all of its lines, with the markers
 
     @property
@@ -62,12 +62,12 @@ class Block:
         """The lines of code that the block adds, without comments and empty lines; empty if it sets __doc__, the job's help."""
         if self.text[1].startswith("__doc__ = "):
             return []
-        last = None if TEMPLATE.fullmatch(self.text[0]) else -1  # that form has no closing line
-        return [line for line in self.text[1 + len(self.was) : last] if line.strip() and not line.lstrip().startswith("#")]
+        end = None if TEMPLATE.fullmatch(self.text[0]) else -1  # that form has no closing line
+        return [line for line in self.text[1 + len(self.replaced) : end] if line.strip() and not line.lstrip().startswith("#")]
 
 
 def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
-    """Return (base lines, blocks); in the base, each block is undone. A BlockError says which line breaks which rule."""
+    """Return (base lines, blocks); the base is the job without its blocks. BlockError if a rule is broken."""
     base: list[str] = []
     blocks: list[Block] = []
     opened: Optional[tuple[str, str, int]] = None  # indentation, tag and line number of a block
@@ -75,20 +75,20 @@ def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
         place = f"{name}:{number}"
         opening = OPEN.fullmatch(line)
         closing = CLOSE.fullmatch(line)
-        was = WAS.fullmatch(line)
+        original = WAS.fullmatch(line)
         if closing:
             if not opened:
                 raise BlockError(f"{place}: ### end {closing[2]} ### closes a block that was never opened")
-            indent, tag, first = opened
+            indent, tag, first_line = opened
             if closing[2] != tag:
-                raise BlockError(f"{place}: ### end {closing[2]} ### does not match {tag}, opened in line {first}")
+                raise BlockError(f"{place}: ### end {closing[2]} ### does not match {tag}, opened in line {first_line}")
             if closing[1] != indent:
-                raise BlockError(f"{place}: ### end {tag} ### is not indented as its first line, line {first}")
-            text = lines[first - 1 : number]
+                raise BlockError(f"{place}: ### end {tag} ### is not indented as its first line, line {first_line}")
+            text = lines[first_line - 1 : number]
             replaced = itertools.takewhile(bool, map(WAS.fullmatch, text[1:]))
             originals = tuple(f"{indent}{match[2]}" if match and match[2] else "" for match in replaced)
             if len(text) == 2 + len(originals):
-                raise BlockError(f"{place}: the {tag} block opened in line {first} has no line of its own")
+                raise BlockError(f"{place}: the {tag} block opened in line {first_line} has no line of its own")
             blocks.append(Block(tag, len(base), originals, tuple(text)))
             base += originals
             opened = None
@@ -98,13 +98,13 @@ def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
                     f"{place}: {opening[2]} opens inside the {opened[1]} block of line {opened[2]}: blocks do not nest"
                 )
             opened = opening[1], opening[2], number
-        elif opened and was:
-            before = lines[number - 2]
-            if not (OPEN.fullmatch(before) or WAS.fullmatch(before)):
+        elif opened and original:
+            previous = lines[number - 2]
+            if not (OPEN.fullmatch(previous) or WAS.fullmatch(previous)):
                 raise BlockError(f"{place}: # was: belongs directly below the first line of a block")
-            if was[1] != opened[0]:
+            if original[1] != opened[0]:
                 raise BlockError(f"{place}: # was: is not indented as its block")
-        elif was:
+        elif original:
             raise BlockError(f"{place}: # was: is outside of a block")
         elif line.lstrip().startswith("###"):
             raise BlockError(f"{place}: a line that begins with ### has the form `### TAG: why ###` or `### end TAG ###`")
@@ -173,8 +173,8 @@ def _last_lines(lines: list[str], name: str) -> dict[int, int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt):
             decorators = getattr(node, "decorator_list", [])
-            first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-            last_lines[first] = max(last_lines.get(first, 0), node.end_lineno or node.lineno)
+            first_line = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+            last_lines[first_line] = max(last_lines.get(first_line, 0), node.end_lineno or node.lineno)
     return last_lines
 
 
@@ -184,10 +184,12 @@ def _plain(marker: str) -> str:
 
 
 def read(path: Union[str, Path]) -> tuple[list[str], list[Block]]:
-    """Return (base lines, blocks) of a job, or of a script like ModelArts' sample or the Template's; in the base, each block is
-    undone, as far as its lines say what it replaced."""
-    if wrong := missing_job(path):
-        raise BlockError(wrong)
+    """Return (base lines, blocks) of a job, or of a script in the form of ModelArts' sample or of the Template.
+
+    The base is the script without its blocks, with the lines that `# was:` names.
+    """
+    if message := missing_job(path):
+        raise BlockError(message)
     lines = Path(path).read_text(encoding="utf-8").split("\n")
     if any(map(SAMPLE.fullmatch, lines)):
         return parse_sample(lines, str(path))
@@ -197,6 +199,7 @@ def read(path: Union[str, Path]) -> tuple[list[str], list[Block]]:
 
 
 def reverted(path: Union[str, Path]) -> str:
+    """Return the text of a job without its blocks; BlockError if they do not say what they replaced."""
     base, blocks = read(path)
     if any(TEMPLATE.fullmatch(block.text[0]) for block in blocks):
         raise BlockError(
@@ -207,12 +210,13 @@ def reverted(path: Union[str, Path]) -> str:
 
 
 def apply(base: list[str], blocks: list[Block]) -> list[str]:
+    """Return the lines of `base` with the blocks put in; those at one place are in the order of ORDER."""
     lines = []
     position = 0
-    for block in sorted(blocks, key=lambda block: (block.at, bool(block.was), ORDER.index(block.tag))):
-        lines += base[position : block.at]
+    for block in sorted(blocks, key=lambda block: (block.position, bool(block.replaced), ORDER.index(block.tag))):
+        lines += base[position : block.position]
         lines += block.text
-        position = block.at + len(block.was)
+        position = block.position + len(block.replaced)
     return lines + base[position:]
 
 
@@ -220,27 +224,27 @@ def job_of(tag: str) -> Path:
     """Return the job of a feature: jobs/train_ddp.py for DDP."""
     path = JOBS / f"train_{tag.lower()}.py"
     if tag not in ORDER or not path.exists():
-        known = [name for name in ORDER if (JOBS / f"train_{name.lower()}.py").exists()]
-        raise BlockError(f"there is no feature {tag}; there are {', '.join(known)}")
+        features = [name for name in ORDER if (JOBS / f"train_{name.lower()}.py").exists()]
+        raise BlockError(f"there is no feature {tag}; there are {', '.join(features)}")
     return path
 
 
 def compose(tags: Sequence[str]) -> list[str]:
     """Return the lines of a job with all these features; BlockError if they do not go together."""
-    for pair, why in EXCLUSIVE.items():
+    for pair, reason in EXCLUSIVE.items():
         if set(pair) <= set(tags):
-            raise BlockError(f"{pair[0]} and {pair[1]} do not go together: {why}")
+            raise BlockError(f"{pair[0]} and {pair[1]} do not go together: {reason}")
     base = BASE.read_text().split("\n")
     chosen: list[Block] = []
     owner: dict[int, str] = {}  # {index of a base line that is replaced: the feature}
     for tag in tags:
-        own_base, blocks = read(job_of(tag))
+        job_base, blocks = read(job_of(tag))
         if not blocks:
             raise BlockError(f"{job_of(tag)} has no blocks any more, and {tag} is read from there: git checkout {job_of(tag)}")
-        if own_base != base:
+        if job_base != base:
             raise BlockError(f"{job_of(tag)}: without its blocks it is not {BASE.name}; run python -m launch blocks rebase")
         for block in blocks:
-            for number in range(block.at, block.at + len(block.was)):
+            for number in range(block.position, block.position + len(block.replaced)):
                 if owner.setdefault(number, tag) != tag:
                     raise BlockError(
                         f"{owner[number]} and {tag} both replace line {number + 1} of {BASE.name}: {base[number].strip()}"
@@ -250,6 +254,7 @@ def compose(tags: Sequence[str]) -> list[str]:
 
 
 def feature_jobs() -> list[Path]:
+    """Return the paths of the jobs that have blocks, sorted."""
     return [path for path in sorted(JOBS.glob("train_*.py")) if read(path)[1]]
 
 
@@ -261,32 +266,34 @@ def rebase(path: Path, base: list[str]) -> list[str]:
         moved.update({match.a + offset: match.b + offset for offset in range(match.size)})
     placed = []
     for block in blocks:
-        before = moved.get(block.at - 1)
-        after = moved.get(block.at)
-        if block.was:
-            if after is None or any(moved.get(block.at + offset) != after + offset for offset in range(len(block.was))):
+        above = moved.get(block.position - 1)
+        below = moved.get(block.position)
+        if block.replaced:
+            if below is None or any(
+                moved.get(block.position + offset) != below + offset for offset in range(len(block.replaced))
+            ):
                 raise BlockError(f"{path}: the {block.tag} block `{block.text[0].strip()}` replaces a line that has changed")
-            at = after
-        elif before is not None and (old[block.at - 1].strip() or after is None):
-            at = before + 1
-        elif after is not None:
-            at = after
+            position = below
+        elif above is not None and (old[block.position - 1].strip() or below is None):
+            position = above + 1
+        elif below is not None:
+            position = below
         else:
             raise BlockError(f"{path}: the lines around the {block.tag} block `{block.text[0].strip()}` have changed")
-        placed.append(dataclasses.replace(block, at=at))
+        placed.append(dataclasses.replace(block, position=position))
     return apply(base, placed)
 
 
 def _refuse_other_bases(paths: list[Path]) -> None:
     """Raise BlockError if jobs differ outside their blocks: rebase would lose the difference, which belongs in train.py."""
-    first, *others = paths
-    lines = read(first)[0]
-    for path in others:
-        for number, (one, other) in enumerate(itertools.zip_longest(lines, read(path)[0]), 1):
-            if one != other:
+    reference, *rest = paths
+    lines = read(reference)[0]
+    for path in rest:
+        for number, (expected, actual) in enumerate(itertools.zip_longest(lines, read(path)[0]), 1):
+            if expected != actual:
                 raise BlockError(
-                    f"{path.name} and {first.name} differ outside their blocks, in line {number} of the base: "
-                    f"{(other or '').strip()!r} and {(one or '').strip()!r}; make the change in {BASE.name}"
+                    f"{path.name} and {reference.name} differ outside their blocks, in line {number} of the base: "
+                    f"{(actual or '').strip()!r} and {(expected or '').strip()!r}; make the change in {BASE.name}"
                 )
 
 
@@ -296,7 +303,7 @@ def table(paths: Sequence[str] = ()) -> str:
     for name, path in [(path, path) for path in paths] or [(f"jobs/{path.name}", path) for path in feature_jobs()]:
         code = [block for block in read(path)[1] if block.code]
         added = sum(len(block.code) for block in code)
-        replaced = sum(len(block.was) for block in code)
+        replaced = sum(len(block.replaced) for block in code)
         rows.append(f"| `{name}` | {len(code)} | {added} | {replaced} |")
     return "\n".join(rows)
 
@@ -306,8 +313,9 @@ def show(path: Union[str, Path]) -> str:
     base, blocks = read(path)
     parts = []
     for block in blocks:
-        above = [f"{number}: {line.strip()}" for number, line in enumerate(base[: block.at], 1) if line.strip()]
-        parts.append("\n".join([f"# after line {above[-1]}" if above else "# at the top", *block.text]))
+        above = [f"{number}: {line.strip()}" for number, line in enumerate(base[: block.position], 1) if line.strip()]
+        heading = f"# after line {above[-1]}" if above else "# at the top"
+        parts.append("\n".join([heading, *block.text]))
     return "\n\n".join(parts) or (
         f"{path} has no blocks: they begin with `### TAG: why ###`, with `### 分布式改造,... ###` as in "
         "ModelArts' sample, or with `# new #` as in the Template"
@@ -318,8 +326,8 @@ def main(argv: list[str]) -> int:
     parser = new_parser("blocks", __doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("list", help="every job and its blocks").add_argument("jobs", nargs="*", metavar="JOB", help="these alone")
-    for verb, what in (("show", "what the blocks of a job change"), ("revert", "the job without its blocks")):
-        verbs.add_parser(verb, help=what).add_argument("job", help="the job's file, such as jobs/train_ddp.py")
+    for verb, help_text in (("show", "what the blocks of a job change"), ("revert", "the job without its blocks")):
+        verbs.add_parser(verb, help=help_text).add_argument("job", help="the job's file, such as jobs/train_ddp.py")
     verbs.add_parser("compose", help="a job with several features").add_argument(
         "tags", nargs="+", type=str.upper, metavar="TAG", help=f"of {', '.join(ORDER)}"
     )
@@ -341,19 +349,21 @@ def _show_or_write(text: str, output: Optional[str]) -> None:
     base, blocks = read(path) if path.exists() else (None, [])
     if base not in (None, BASE.read_text().split("\n")):
         raise BlockError(f"{path} exists and is not {BASE.name} with blocks: give another name, or remove it first")
-    if path.resolve().parent == JOBS and _loses(blocks, text):
+    if path.resolve().parent == JOBS and _lacks_blocks(blocks, text):
         raise BlockError(f"{path} would lose blocks that compose and rebase read from there: give another name")
     path.write_text(text)
     print(f"wrote {path}")
 
 
-def _loses(blocks: list[Block], text: str) -> bool:
+def _lacks_blocks(blocks: list[Block], text: str) -> bool:
     """Return whether `text` lacks a block of a job of one feature, or a feature of a job that combines several."""
-    combines = len({block.tag for block in blocks}) > 1
-    return any((f"### {block.tag}: " if combines else "\n".join(block.text)) not in text for block in blocks)
+    if len({block.tag for block in blocks}) > 1:
+        return any(f"### {block.tag}: " not in text for block in blocks)
+    return any("\n".join(block.text) not in text for block in blocks)
 
 
 def run(options: argparse.Namespace) -> str:
+    """Return the text that the verb prints or writes; rebase also writes the jobs that change."""
     if options.verb == "list":
         return table(options.jobs)
     if options.verb == "show":

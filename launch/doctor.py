@@ -19,8 +19,8 @@ from launch.options import missing_job, new_parser, split_words
 def main(argv: list[str]) -> NoReturn:
     parser = new_parser("doctor", __doc__)
     parser.add_argument("job", help="the job's file, such as jobs/train_ddp.py; its own options come after --")
-    own, arguments = split_words(argv)
-    job = parser.parse_args(own).job
-    if wrong := missing_job(job):
-        parser.error(wrong)
-    os.execv(sys.executable, [sys.executable, os.path.abspath(job), *arguments, "--doctor", "true"])
+    verb_words, job_arguments = split_words(argv)
+    job = parser.parse_args(verb_words).job
+    if message := missing_job(job):
+        parser.error(message)
+    os.execv(sys.executable, [sys.executable, os.path.abspath(job), *job_arguments, "--doctor", "true"])

@@ -21,23 +21,23 @@ class Engine(NamedTuple):
     for_npus: bool
 
 
-def read(name: str) -> Engine:
+def parse(name: str) -> Engine:
     """Return the versions in an engine's name; UserError, which suggests another engine, if a job cannot use it."""
-    found = FORM.fullmatch(name)
-    if not found:
+    match = FORM.fullmatch(name)
+    if not match:
         raise UserError(
             f"--engine {one_line(name)} is no engine's name: give it as the console lists it, such as {MODELARTS[0]}"
         )
-    framework, torch, toolkit, python = found.groups()
+    framework, torch, toolkit, python = match.groups()
     engine = Engine(major_minor(torch), major_minor(python), toolkit == "cann")
-    fits = MODELARTS[2] if engine.for_npus else MODELARTS[0]
+    suggestion = MODELARTS[2] if engine.for_npus else MODELARTS[0]
     if framework != "pytorch":
-        raise UserError(f"--engine {name} has {framework}: a job needs PyTorch, such as {fits}")
-    for what, has, least in (("torch", engine.torch, TORCH), ("Python", engine.python, PYTHON)):
-        if has < least:
-            old, needed = (".".join(map(str, version)) for version in (has, least))
+        raise UserError(f"--engine {name} has {framework}: a job needs PyTorch, such as {suggestion}")
+    for package, present, lowest in (("torch", engine.torch, TORCH), ("Python", engine.python, PYTHON)):
+        if present < lowest:
+            old, needed = (".".join(map(str, version)) for version in (present, lowest))
             raise UserError(
-                f"--engine {name} has {what} {old}, and a job needs {needed} or later: give {fits}, or an image of your own "
-                "(python -m launch image)"
+                f"--engine {name} has {package} {old}, and a job needs {needed} or later: "
+                f"give {suggestion}, or an image of your own (python -m launch image)"
             )
     return engine

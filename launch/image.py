@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def show(base: str, image: str) -> None:
+    """Print the Dockerfile, and to stderr the commands for it; UserError for what is no image's name."""
     for option, name in (("--base", base), ("--image", image)):
         if not re.fullmatch(r"\w[\w.:@-]*(/[\w.:@-]+)*", name, re.ASCII):
             raise UserError(f"{option} is {one_line(name)!r}: give the name of an image, such as {BASE}")

@@ -59,34 +59,37 @@ def for_all(options: argparse.Namespace, work: Callable[..., Any]) -> tuple[Coun
 
 
 def fill(cache: SampleCache, options: argparse.Namespace) -> None:
+    """Put the missing images of a folder into the cache, and print counts; the verb load verifies the rest."""
     verify = options.verb == "load"
     began = time.monotonic()
     counts, sizes = for_all(options, functools.partial(samples.put, cache, verify=verify))
     seconds = time.monotonic() - began
     megabytes = sum(sizes.values()) / 1e6
     images = sum(counts.values())
-    hits = counts[samples.THERE]
-    first = f"{hits} hits, {images - hits} misses" if verify else f"{hits} were there"
-    rest = {TOO_LARGE: "refused as too large (memcached -I)", NOT_STORED: "not stored", samples.UNREADABLE: "unreadable"}
+    hits = counts[samples.CACHED]
+    hits_text = f"{hits} hits, {images - hits} misses" if verify else f"{hits} were there"
+    problems = {TOO_LARGE: "refused as too large (memcached -I)", NOT_STORED: "not stored", samples.UNREADABLE: "unreadable"}
     print(
-        f"{images} images, {megabytes:.1f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s): {first}, "
+        f"{images} images, {megabytes:.1f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s): {hits_text}, "
         f"{counts[STORED]} put there"
-        + "".join(f", {counts[outcome]} {text}" for outcome, text in rest.items() if counts[outcome])
+        + "".join(f", {counts[outcome]} {text}" for outcome, text in problems.items() if counts[outcome])
     )
 
 
 def remove(cache: SampleCache, options: argparse.Namespace) -> None:
+    """Delete the images of a folder from the cache, and print how many it had."""
     counts, sizes = for_all(options, lambda key, *_: cache.delete(key))
     print(f"{counts[True]} images deleted, {sizes[True] / 1e6:.1f} MB; {sum(counts.values()) - counts[True]} were not there")
 
 
 def display(cache: SampleCache, options: argparse.Namespace) -> None:
+    """Print the state of each server and, given a folder, how many of its images the cache has."""
     for server, status in cache.status().items():
         if not status:
             print(f"{name_of(server):24} down")
             continue
-        asked = status.get("get_hits", 0) + status.get("get_misses", 0)
-        rate = f"{status['get_hits'] / asked:.1%}" if asked else "none asked"
+        lookups = status.get("get_hits", 0) + status.get("get_misses", 0)
+        rate = f"{status['get_hits'] / lookups:.1%}" if lookups else "none asked"
         used, limit = (status.get(name, 0) / 1e6 for name in ("bytes", "limit_maxbytes"))
         print(
             f"{name_of(server):24} up    items {status.get('curr_items')}, {used:.1f} of {limit:.1f} MB, hit rate {rate}, "
@@ -100,7 +103,7 @@ def display(cache: SampleCache, options: argparse.Namespace) -> None:
         )
 
 
-def look(cache: SampleCache, options: argparse.Namespace) -> None:
+def show_image(cache: SampleCache, options: argparse.Namespace) -> None:
     """Print how many bytes of one image the cache has; the verb get also writes them to a file."""
     path = os.path.abspath(options.image)
     try:
@@ -132,10 +135,13 @@ VERBS = {
     "preload": (fill, "put every image into the cache that is not there yet; that it is there is known by its key alone"),
     "load": (fill, "read every image back from the cache, verify it, and put there what is missing"),
     "display": (display, "each server: items, memory, hit rate, evictions, version; with ROOT, how many of its images it has"),
-    "size": (look, "how many bytes of a photograph are in the cache"),
-    "get": (look, "write a photograph, as the cache has it, to a file"),
+    "size": (show_image, "how many bytes of a photograph are in the cache"),
+    "get": (show_image, "write a photograph, as the cache has it, to a file"),
     "remove": (remove, "delete the images of this folder as its files are now; those of files that have changed since age out"),
 }
+
+
+ALIASES = {"remove": ["rm"]}
 
 
 def main(argv: list[str]) -> int:
@@ -144,14 +150,14 @@ def main(argv: list[str]) -> int:
         return 2
     parser = new_parser("kspeed", __doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb, (work, what) in VERBS.items():
-        sub = verbs.add_parser(verb, help=what, description=what, aliases=["rm"] if verb == "remove" else [])
+    for verb, (work, help_text) in VERBS.items():
+        sub = verbs.add_parser(verb, help=help_text, description=help_text, aliases=ALIASES.get(verb, []))
         sub.set_defaults(verb=verb)
-        optional = "?" if verb == "display" else None
-        if work is look:
+        nargs = "?" if verb == "display" else None
+        if work is show_image:
             sub.add_argument("image", metavar="PHOTOGRAPH", help="the file that is in the cache, below train or val")
         else:
-            sub.add_argument("root", nargs=optional, metavar="ROOT", help="a folder with train and val in it, or with images")
+            sub.add_argument("root", nargs=nargs, metavar="ROOT", help="a folder with train and val in it, or with images")
         if verb == "get":
             sub.add_argument("file", metavar="FILE", help="where its bytes are written to")
         sub.add_argument("--iplist", help="the servers, HOST:PORT,HOST:PORT; unset: those of KSPEED_IPLIST")
@@ -164,6 +170,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
+    """Run the verb; TrainingFailed if a server does not answer, or if none does and it needs one."""
     cache = samples.open_cache(options.iplist, options.user, deadline=DEADLINE)
     if options.verb != "display" and not any(cache.status().values()):
         raise TrainingFailed("no cache server answers: start one, or check --iplist and KSPEED_IPLIST")

@@ -40,10 +40,12 @@ Injected = tuple[list[str], dict[str, str]]  # the arguments and variables that 
 
 
 def modelarts(node: int, nodes: int, port: int) -> Injected:
+    """Return what ModelArts gives a node if the job runs on one of its own engines."""
     return ["--init_method", f"tcp://{HOST}:{port}", "--rank", str(node), "--world_size", str(nodes)], {}
 
 
 def modelarts_image(node: int, nodes: int, port: int) -> Injected:
+    """Return what ModelArts gives a node if the job runs on an image of the user's."""
     hosts = ",".join([HOST] * nodes)
     return [], {"MA_NUM_HOSTS": str(nodes), "VC_TASK_INDEX": str(node), "VC_WORKER_HOSTS": hosts, "MASTER_PORT": str(port)}
 
@@ -57,19 +59,20 @@ def kubeflow(node: int, nodes: int, port: int) -> Injected:
 
 
 def kubernetes(node: int, nodes: int, port: int) -> Injected:
-    first = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
-    return [], {"JOB_COMPLETION_INDEX": str(node), "WORLD_SIZE": str(nodes), **first}
+    """Return what a pod of an indexed Job has, with the variables that launch submit adds."""
+    master = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
+    return [], {"JOB_COMPLETION_INDEX": str(node), "WORLD_SIZE": str(nodes), **master}
 
 
 def volcengine(node: int, nodes: int, port: int) -> Injected:
-    ours = {"MLP_ROLE_INDEX": str(node), "MLP_WORKER_NUM": str(nodes)}
-    return [], {**ours, "MLP_WORKER_0_HOST": HOST, "MLP_WORKER_0_PORT": str(port)}
+    node_variables = {"MLP_ROLE_INDEX": str(node), "MLP_WORKER_NUM": str(nodes)}
+    return [], {**node_variables, "MLP_WORKER_0_HOST": HOST, "MLP_WORKER_0_PORT": str(port)}
 
 
 def sagemaker(node: int, nodes: int, port: int) -> Injected:
     hosts = [f"algo-{number + 1}" for number in range(nodes)]
-    ours = {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": hosts[node]}
-    return [], {**ours, "SM_MASTER_ADDR": HOST, "SM_MASTER_PORT": str(port)}
+    node_variables = {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": hosts[node]}
+    return [], {**node_variables, "SM_MASTER_ADDR": HOST, "SM_MASTER_PORT": str(port)}
 
 
 def vertex(node: int, nodes: int, port: int) -> Injected:
@@ -79,9 +82,15 @@ def vertex(node: int, nodes: int, port: int) -> Injected:
 
 
 def slurm(node: int, nodes: int, port: int) -> Injected:
-    ours = {"SLURM_JOB_ID": "1", "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}
-    step = {"SLURM_STEP_NUM_TASKS": str(nodes), "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NODELIST": HOST}
-    return [], {**ours, **step, "SLURM_STEP_TASKS_PER_NODE": f"1(x{nodes})", "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
+    node_variables = {"SLURM_JOB_ID": "1", "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}
+    step_variables = {"SLURM_STEP_NUM_TASKS": str(nodes), "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NODELIST": HOST}
+    return [], {
+        **node_variables,
+        **step_variables,
+        "SLURM_STEP_TASKS_PER_NODE": f"1(x{nodes})",
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+    }
 
 
 PLATFORMS: dict[str, Callable[[int, int, int], Injected]] = {
@@ -90,12 +99,12 @@ PLATFORMS: dict[str, Callable[[int, int, int], Injected]] = {
 }  # fmt: skip
 
 
-def ascend(node: int, nodes: int, port: int, card: int, cards: int, table: str) -> Injected:
+def ascend(node: int, nodes: int, port: int, card: int, cards: int, table_path: str) -> Injected:
     """Return (arguments, variables) that ModelArts' Ascend engine gives a card's process. `table`: path of the rank table."""
     rank = str(node * cards + card)
     size = str(nodes * cards)
-    ours = {"RANK_TABLE_FILE": table, "RANK_ID": rank, "RANK_SIZE": size, "ASCEND_DEVICE_ID": str(card)}
-    return [], {**modelarts_image(node, nodes, port)[1], **ours}
+    card_variables = {"RANK_TABLE_FILE": table_path, "RANK_ID": rank, "RANK_SIZE": size, "ASCEND_DEVICE_ID": str(card)}
+    return [], {**modelarts_image(node, nodes, port)[1], **card_variables}
 
 
 def rank_table(nodes: int, cards: int) -> dict:
@@ -108,10 +117,12 @@ def rank_table(nodes: int, cards: int) -> dict:
     return {"status": "completed", "version": "1.0", "server_count": str(nodes), "server_list": servers}
 
 
-def start(options: argparse.Namespace, node: int, card: int, port: int, secret: str, table: str) -> "subprocess.Popen[bytes]":
+def start(
+    options: argparse.Namespace, node: int, card: int, port: int, secret: str, table_path: str
+) -> "subprocess.Popen[bytes]":
     """Start a process of a node as the platform would, in its own process group. `table`: path of the Ascend rank table."""
     if options.cards:
-        injected, env = ascend(node, options.nodes, port, card, options.cards, table)
+        injected, env = ascend(node, options.nodes, port, card, options.cards, table_path)
     else:
         injected, env = PLATFORMS[options.platform](node, options.nodes, port)
         if options.procs:
@@ -124,8 +135,8 @@ def start(options: argparse.Namespace, node: int, card: int, port: int, secret: 
     if "ANYRANK_SECRET_FILE" not in os.environ:
         env["ANYRANK_SECRET"] = secret
     if options.nodes > 1 and options.devices:
-        each = len(options.devices) // options.nodes
-        env[VISIBLE[options.accelerator]] = ",".join(options.devices[node * each : (node + 1) * each])
+        per_node = len(options.devices) // options.nodes
+        env[VISIBLE[options.accelerator]] = ",".join(options.devices[node * per_node : (node + 1) * per_node])
     words = [sys.executable, "-u", os.path.abspath(options.job), *options.arguments, *injected]
     return subprocess.Popen(
         words, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -134,17 +145,23 @@ def start(options: argparse.Namespace, node: int, card: int, port: int, secret: 
 
 def command(options: argparse.Namespace) -> str:
     """Return the `launch local` command that starts the job again, without kills and restarts; the job's messages show it."""
-    words = ["--nodes", str(options.nodes), *(["--procs", str(options.procs)] if options.procs else [])]
-    words += ["--platform", options.platform, *(["--accelerator", "npu"] if options.accelerator == "npu" else [])]
+    words = ["--nodes", str(options.nodes)]
+    if options.procs:
+        words += ["--procs", str(options.procs)]
+    words += ["--platform", options.platform]
+    if options.accelerator == "npu":
+        words += ["--accelerator", "npu"]
     return shlex.join(["python", "-m", "launch", "local", *words, options.job, "--", *options.arguments])
 
 
 def relay(node: int, output: IO[bytes]) -> None:
+    """Print the output of a process until it ends, each line with the number of its node."""
     for line in output:
         print(f"[node {node}] {line.decode(errors='replace')}", end="", flush=True)
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process and all others of its process group, if they still run."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -153,15 +170,15 @@ def start_once(options: argparse.Namespace, kill_at: list[tuple[int, float]], re
     """Run all nodes; return exit codes, 0 for a killed node if the others succeed. `kill_at`, `return_at`: (node, seconds)."""
     port = port_of_node_0()
     secret = os.environ.get("ANYRANK_SECRET") or secrets.token_hex(32)  # by which the nodes know each other (docs/security.md)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as table:
-        json.dump(rank_table(options.nodes, options.cards), table)
-        table.flush()
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as table_file:
+        json.dump(rank_table(options.nodes, options.cards), table_file)
+        table_file.flush()
         cards = range(options.cards or 1)
         return _run_nodes(
             options.nodes,
             kill_at,
             return_at,
-            lambda node: [start(options, node, card, port, secret, table.name) for card in cards],
+            lambda node: [start(options, node, card, port, secret, table_file.name) for card in cards],
         )
 
 
@@ -179,6 +196,7 @@ def _run_nodes(
     return_at: list[tuple[int, float]],
     start_node: Callable[[int], list[subprocess.Popen[bytes]]],
 ) -> list[int]:
+    """Run the nodes until all have ended; return their exit codes. A stop signal is passed on to every process."""
     processes: dict[int, list[subprocess.Popen[bytes]]] = {}
     relays = []
 
@@ -195,17 +213,18 @@ def _run_nodes(
         for process in processes.get(node, ()):
             kill(process)
 
-    def pass_on(number: int, _frame: object) -> None:
-        for process in (process for started in processes.values() for process in started):
-            if process.poll() is None:
-                process.send_signal(number)
+    def pass_on(signal_number: int, _frame: object) -> None:
+        for node_processes in processes.values():
+            for process in node_processes:
+                if process.poll() is None:
+                    process.send_signal(signal_number)
 
     handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         begin(*range(nodes))
         events = [(seconds, node, kill_node) for node, seconds in kill_at]
         events += [(seconds, node, begin) for node, seconds in return_at]
-        return _codes(processes, sorted(events, key=lambda event: event[:2]), {node for node, _ in kill_at})
+        return _wait_for_exit_codes(processes, sorted(events, key=lambda event: event[:2]), {node for node, _ in kill_at})
     finally:
         for node in processes:
             kill_node(node)
@@ -215,25 +234,34 @@ def _run_nodes(
             signal.signal(number, handler)
 
 
-def _codes(processes: dict[int, list[subprocess.Popen[bytes]]], events: Any, lost: Collection[int]) -> Any:
-    """Kill and start nodes as `events` say and wait. Return exit codes, 0 for a killed node of `lost` if the rest succeed."""
+def _wait_for_exit_codes(
+    processes: dict[int, list[subprocess.Popen[bytes]]], events: Any, killed_nodes: Collection[int]
+) -> list[int]:
+    """Kill and start nodes at the times in `events`; return the exit codes of all when they have ended.
+
+    SIGKILL of a node of `killed_nodes` counts as 0 if all others succeed.
+    """
     began = time.monotonic()
     while True:
-        running = [node for node, started in processes.items() if any(process.poll() is None for process in started)]
+        running = [
+            node for node, node_processes in processes.items() if any(process.poll() is None for process in node_processes)
+        ]
         if events and time.monotonic() - began > events[0][0] and running:
-            _, node, happen = events.pop(0)
-            happen(node)
+            _, node, action = events.pop(0)
+            action(node)
         elif not running:
             break
         time.sleep(0.02)
-    codes = {node: [process.returncode for process in started] for node, started in processes.items()}
-    others = [codes[node] for node in codes if node not in lost]
-    if others and not any(map(any, others)):  # they finished without the killed nodes, whose SIGKILL is then no failure
-        codes = {node: [0 if node in lost and code == -signal.SIGKILL else code for code in codes[node]] for node in codes}
+    codes = {node: [process.returncode for process in node_processes] for node, node_processes in processes.items()}
+    survivors = [codes[node] for node in codes if node not in killed_nodes]
+    if survivors and not any(map(any, survivors)):  # they finished without the killed nodes, whose SIGKILL is then no failure
+        for node in killed_nodes:
+            codes[node] = [0 if code == -signal.SIGKILL else code for code in codes[node]]
     return [code for node in codes for code in codes[node]]
 
 
 def node_at(text: str) -> tuple[int, float]:
+    """Return (node, seconds) of the text NODE@SECONDS, as a type for argparse."""
     match = re.fullmatch(r"(\d{1,6})@(\d{1,6}(?:\.\d{1,6})?)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} does not have the form NODE@SECONDS, such as 1@8")
@@ -245,47 +273,55 @@ def main(argv: list[str]) -> int:
     parser.add_argument("job", help="the job's file, such as jobs/train_ddp.py; its own options come after --")
     parser.add_argument("--nodes", type=arguments.WORKERS, default=1, help="how many nodes to start (default: 1)")
     parser.add_argument("--procs", type=arguments.WORKERS, help="workers of each node; unset: one per GPU, or one on a CPU")
-    whose = "whose arguments or environment the nodes get (default: modelarts)"
-    parser.add_argument("--platform", choices=PLATFORMS, default="modelarts", help=whose)
-    kinds = "of the nodes; npu with --platform modelarts: one process for each card, as its Ascend engine starts them"
-    parser.add_argument("--accelerator", choices=VISIBLE, default="gpu", help=kinds + " (default: gpu)")
-    when = "kill a node so many seconds after the first start; may be given again"
-    parser.add_argument("--kill", "--lose", type=node_at, action="append", default=[], metavar="NODE@SECONDS", help=when)
-    back = "start that node again so many seconds after the first start, while the others run on (docs/elastic.md)"
-    parser.add_argument("--return", dest="back", type=node_at, action="append", default=[], metavar="NODE@SECONDS", help=back)
-    again = "how often a failed job is started again (default: 0)"
-    parser.add_argument("--restarts", type=arguments.number(int, at_least=0), default=0, help=again)
-    own, given = split_words(argv)
-    options = parser.parse_args(own)
-    options.arguments = given
-    if wrong := missing_job(options.job):
-        parser.error(wrong)
+    platform_help = "whose arguments or environment the nodes get (default: modelarts)"
+    parser.add_argument("--platform", choices=PLATFORMS, default="modelarts", help=platform_help)
+    accelerator_help = (
+        "of the nodes; npu with --platform modelarts: one process for each card, as its Ascend engine starts them"
+    )
+    parser.add_argument("--accelerator", choices=VISIBLE, default="gpu", help=accelerator_help + " (default: gpu)")
+    kill_help = "kill a node so many seconds after the first start; may be given again"
+    parser.add_argument("--kill", "--lose", type=node_at, action="append", default=[], metavar="NODE@SECONDS", help=kill_help)
+    return_help = "start that node again so many seconds after the first start, while the others run on (docs/elastic.md)"
+    parser.add_argument(
+        "--return", dest="back", type=node_at, action="append", default=[], metavar="NODE@SECONDS", help=return_help
+    )
+    restarts_help = "how often a failed job is started again (default: 0)"
+    parser.add_argument("--restarts", type=arguments.number(int, at_least=0), default=0, help=restarts_help)
+    verb_words, job_arguments = split_words(argv)
+    options = parser.parse_args(verb_words)
+    options.arguments = job_arguments
+    if message := missing_job(options.job):
+        parser.error(message)
     for name, events in (("--kill", options.kill), ("--return", options.back)):
         for node, _ in events:
             if node >= options.nodes:
                 parser.error(f"{name} names node {node}: --nodes {options.nodes} has nodes 0 to {options.nodes - 1}")
     options.devices = devices(options.accelerator, os.environ)
     if 0 < len(options.devices) < options.nodes:
-        found = count(len(options.devices), options.accelerator.upper())
-        print(f"{found} for {options.nodes} nodes: all of them train on the CPU", flush=True)
-    by_card = options.accelerator == "npu" and options.platform == "modelarts"
-    options.cards = (options.procs or len(options.devices) // options.nodes or 1) if by_card else 0
+        devices_text = count(len(options.devices), options.accelerator.upper())
+        print(f"{devices_text} for {options.nodes} nodes: all of them train on the CPU", flush=True)
+    is_by_card = options.accelerator == "npu" and options.platform == "modelarts"
+    options.cards = (options.procs or len(options.devices) // options.nodes or 1) if is_by_card else 0
     return run_with_restarts(options)
 
 
 def devices(accelerator: str, environ: Mapping[str, str]) -> list[str]:
     """Return the devices that CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES names; if it is unset, the numbers of all."""
-    shown = environ.get(VISIBLE[accelerator])
-    present = drivers.npus if accelerator == "npu" else drivers.gpus
-    names = map(str, range(present())) if shown is None else shown.split(",")
+    visible = environ.get(VISIBLE[accelerator])
+    count_devices = drivers.npus if accelerator == "npu" else drivers.gpus
+    names = map(str, range(count_devices())) if visible is None else visible.split(",")
     return [name.strip() for name in names if name.strip() not in ("", "-1")]
 
 
 def run_with_restarts(options: argparse.Namespace) -> int:
     """Run the job; restart it at most --restarts times after a failure, but not after exit code 2 or a stop of all nodes."""
     codes: list[int] = []
+    kill_at = options.kill
+    return_at = options.back
     for number in range(options.restarts + 1):
-        codes = start_once(options, *((options.kill, options.back) if number == 0 else ([], [])))
+        codes = start_once(options, kill_at, return_at)
+        kill_at = []  # a restart kills no node
+        return_at = []
         print(f"all nodes have ended, exit codes {' '.join(map(str, codes))}", flush=True)
         if not any(codes) or 2 in codes or all(code in (130, 143) for code in codes):  # 2: a mistake that a restart repeats
             break

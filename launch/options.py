@@ -20,11 +20,15 @@ class VerbParser(argparse.ArgumentParser):
         return super().parse_known_args(typed.normalize(self, words, from_a_console=False), namespace)
 
     def error(self, message: str) -> NoReturn:
+        """Print the message, with the values of secret options masked, and exit with 2."""
         takes_a_job = any(action.dest == "job" for action in self._actions)
         if takes_a_job and message.startswith("unrecognized arguments"):
             message += "; the job's own options come after --"
-        value = re.compile(r"(--[A-Za-z][\w-]*)[= ](\S+)")
-        super().error(value.sub(lambda found: f"{found[1]} {HIDDEN}" if is_secret(found[1]) else found[0], one_line(message)))
+        super().error(re.sub(r"(--[A-Za-z][\w-]*)[= ](\S+)", _masked, one_line(message)))
+
+
+def _masked(match: re.Match[str]) -> str:
+    return f"{match[1]} {HIDDEN}" if is_secret(match[1]) else match[0]
 
 
 def new_parser(verb: str, description: Optional[str], allow_abbrev: bool = True) -> VerbParser:
@@ -39,8 +43,8 @@ def new_parser(verb: str, description: Optional[str], allow_abbrev: bool = True)
 
 def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return (the verb's own words, the job's words), which the first -- separates."""
-    place = argv.index("--") if "--" in argv else len(argv)
-    return argv[:place], argv[place + 1 :]
+    index = argv.index("--") if "--" in argv else len(argv)
+    return argv[:index], argv[index + 1 :]
 
 
 def missing_job(path: Union[str, Path], folder: Union[str, Path] = "") -> Optional[str]:
@@ -50,8 +54,11 @@ def missing_job(path: Union[str, Path], folder: Union[str, Path] = "") -> Option
     return f"there is no job {one_line(path)}: give a job's file, such as jobs/train_ddp.py"
 
 
-def run_for_exit_code(work: Callable[[], Optional[int]], place: Optional[str] = None) -> int:
-    """Call `work` and return an exit code. An expected error becomes one line on stderr, about `place` if it names no file."""
+def run_for_exit_code(work: Callable[[], Optional[int]], default_path: Optional[str] = None) -> int:
+    """Call `work` and return an exit code; an expected error is printed as one line.
+
+    An OSError that names no file is said to be about `default_path`.
+    """
     try:
         return work() or 0
     except (UserError, TrainingFailed) as error:
@@ -60,7 +67,7 @@ def run_for_exit_code(work: Callable[[], Optional[int]], place: Optional[str] = 
     except BrokenPipeError:
         raise
     except OSError as error:
-        words = (error.filename or place, error.strerror or error)
+        words = (error.filename or default_path, error.strerror or error)
         print(f"error: {': '.join(one_line(word) for word in words if word)}", file=sys.stderr, flush=True)
         return file_error(error, "").exit_code
     except KeyboardInterrupt:

@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
 
 
 def make(options: argparse.Namespace) -> None:
+    """Write the page of a run; UserError if it is to be opened and there is no browser."""
     name = os.path.basename(os.path.abspath(options.run.rstrip("/")))
     with tempfile.TemporaryDirectory() as scratch:
         page = report.of_one(report.RunFiles.read(_local(options.run, scratch), name))
@@ -52,10 +53,10 @@ def _local(run: str, scratch: str) -> str:
     return scratch
 
 
-def fetch_files(run: str, folder: str, wanted: Callable[[str], bool]) -> None:
-    """Fetch the files of a run in a bucket whose names are `wanted`."""
-    place = bucket.Bucket(run, print)
-    items = {place.relative(item.key): item for item in place.items(place.key_prefix())}
+def fetch_files(run: str, folder: str, is_wanted: Callable[[str], bool]) -> None:
+    """Fetch into `folder` the files of a run in a bucket whose names `is_wanted` accepts."""
+    store = bucket.Bucket(run, print)
+    items = {store.relative(item.key): item for item in store.items(store.key_prefix())}
     os.makedirs(folder, exist_ok=True)
-    if found := {name: item for name, item in items.items() if wanted(name)}:
-        download.fetch_items(place, found, folder)
+    if matches := {name: item for name, item in items.items() if is_wanted(name)}:
+        download.fetch_items(store, matches, folder)

@@ -32,31 +32,33 @@ def main(argv: list[str]) -> int:
     return run_for_exit_code(lambda: track(options.run.rstrip("/"), options.to, options.follow))
 
 
-def track(run: str, to: str, follow: bool) -> None:
+def track(run: str, tool: str, follow: bool) -> None:
+    """Send the rows of a run to a tracker, once or until the run has ended."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = os.path.join(scratch, os.path.basename(run)) if is_bucket(run) else run
         if is_bucket(run):  # what wandb and swanlab write themselves stays
             os.environ.setdefault("WANDB_DIR", os.getcwd())
             os.environ.setdefault("SWANLAB_LOG_DIR", os.path.join(os.getcwd(), "swanlog"))
-        follower = Follower(folder, to, lambda text: print(text.replace(folder, run)))
-        over = not follow
-        while not _send(run, folder, follower, over):
-            over = has_ended(folder)  # and looks again: the other files may be older than the journal
+        follower = Follower(folder, tool, lambda text: print(text.replace(folder, run)))
+        is_last = not follow
+        while not _send(run, folder, follower, is_last):
+            is_last = has_ended(folder)  # and looks again: the other files may be older than the journal
             time.sleep(PAUSE)
-    print(f"{to} has all rows: {follower.num_sent} were sent now")
+    print(f"{tool} has all rows: {follower.num_sent} were sent now")
 
 
-def _send(run: str, folder: str, follower: Follower, last: bool) -> bool:
-    """Send what is new in the run; return `last`, the last time only if the tracker has all."""
+def _send(run: str, folder: str, follower: Follower, is_last: bool) -> bool:
+    """Send what is new in the run and return `is_last`; TrainingFailed if rows are missing at the last time."""
     if is_bucket(run):
-        fetch_files(run, folder, (*FILES, follower.record).__contains__)
+        names = {*FILES, follower.record}
+        fetch_files(run, folder, lambda name: name in names)
     if not os.path.exists(os.path.join(folder, FILES[0])):
         raise UserError(f"{one_line(run)} holds no run: give the output folder of a job, or its address in a bucket")
-    if last and not any(row.get("event") == "start" for row in rows(folder, FILES[0])):
+    if is_last and not any(row.get("event") == "start" for row in rows(folder, FILES[0])):
         raise UserError(f"{one_line(run)} holds a run that has not begun: there is no start in its {FILES[0]}")
-    sent = follower.send(last)
+    sent = follower.send(is_last)
     if is_bucket(run) and os.path.exists(record := os.path.join(folder, follower.record)):
         storage.publish(record, f"{run}/{follower.record}")
-    if last and not sent:
+    if is_last and not sent:
         raise TrainingFailed(f"{follower.tool} has not taken all rows")
-    return last
+    return is_last

@@ -23,19 +23,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("name", metavar="NAME", help="KIND_Weights.NAME of torchvision, or timm/NAME")
     parser.add_argument("to", metavar="FOLDER_OR_URL", nargs="?", default="weights", help="where to; unset: weights")
     options = parser.parse_args(argv)
-    return run_for_exit_code(lambda: bring(options.name, options.to.rstrip("/")))
+    return run_for_exit_code(lambda: fetch_weights(options.name, options.to.rstrip("/")))
 
 
-def bring(name: str, to: str) -> None:
+def fetch_weights(name: str, destination: str) -> None:
+    """Fetch the weights into a folder or bucket, and print the option --weights that names them there."""
     weights = by_name.find_by_full_name(name)
-    if not is_bucket(to):
-        print(f"--weights {_write(weights, to)}")
+    if not is_bucket(destination):
+        print(f"--weights {_write(weights, destination)}")
         return
     with tempfile.TemporaryDirectory() as folder:
         path = _write(weights, folder)
         for file in (path, beside(path)):
-            storage.publish(file, f"{to}/{os.path.basename(file)}")
-        print(f"--weights {to}/{os.path.basename(path)}")
+            storage.publish(file, f"{destination}/{os.path.basename(file)}")
+        print(f"--weights {destination}/{os.path.basename(path)}")
 
 
 def _write(weights: by_name.NamedWeights, folder: str) -> str:

@@ -142,7 +142,7 @@ class Run:
         """If this rank writes, put `pixels`, uint8 (3, H, W), in examples/NAME.png and TensorBoard.
 
         `details` go into the journal."""
-        self.notify(Observer.picture, name=name, pixels=pixels, what=details)
+        self.notify(Observer.picture, name=name, pixels=pixels, details=details)
 
     def notify(self, moment: Callable[..., None], **details: Any) -> None:
         """Call `moment`, a method of Observer, of each observer of this run, with these details."""
@@ -264,7 +264,7 @@ class Run:
         self.gradients = Gradients(self.parts.named_weights(), self.parts.optimizers())
 
     def _require_sharded_sampler(self) -> None:
-        own_shares = len(getattr(self.sampler, "own", ()))  # parts of a step that this rank takes
+        own_shares = len(getattr(self.sampler, "own_shares", ()))  # parts of a step that this rank takes
         if self.peers.size > 1 and own_shares == getattr(self.sampler, "shares", None):
             raise RuntimeError("all ranks would train on the same samples: call sampler.shard(rank, world_size) before Run()")
 

@@ -41,6 +41,7 @@ class ArrayBatches:
             yield as_tensor(output, self._device).permute(0, 3, 1, 2), labels, ids
 
     def _pipeline(self, epoch: int, batches: Sequence[np.ndarray]) -> Any:
+        """Build a pipeline that gives the images of these batches of ids, on a GPU of NVIDIA if that is the device."""
         from nvidia.dali import fn
 
         height, width = self._data.images.shape[2:]

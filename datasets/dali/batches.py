@@ -15,7 +15,7 @@ import torch
 from common.errors import one_line
 from common.machine import cores
 from common.progress import warn
-from datasets.dali.pipeline import AHEAD, as_tensor, build, cut, decoded, give_memory_back, like_the_others, need_dali, resized
+from datasets.dali.pipeline import AHEAD, as_tensor, build, cut, decode_options, decoded, give_memory_back, need_dali, resized
 from datasets.photos import decode
 from datasets.photos.labelled import Photos
 from datasets.photos.pairs import Pairs
@@ -46,13 +46,14 @@ class PipelineBatches:
             give_memory_back()
 
     def _batches(self, epoch: int, batches: Sequence[np.ndarray]) -> Iterator[Any]:
-        for_dali = [self._reads_alike(ids, epoch) for ids in batches]
+        """Yield (images, labels, ids): by DALI, or by the data set where DALI cannot make a batch or would differ."""
+        suits_dali = [self._reads_alike(ids, epoch) for ids in batches]
         pipeline = None
         for number, ids in enumerate(batches):
-            if for_dali[number]:
+            if suits_dali[number]:
                 if pipeline is None:
-                    rest = [batch for batch, fits in zip(batches[number:], for_dali[number:]) if fits]
-                    pipeline = self._pipeline(rest, epoch)
+                    remaining = [batch for batch, suits in zip(batches[number:], suits_dali[number:]) if suits]
+                    pipeline = self._pipeline(remaining, epoch)
                 try:
                     yield *self._batch(pipeline.run(), ids, epoch), ids
                     continue
@@ -77,14 +78,14 @@ class PipelineBatches:
 
 
 # Errors of the machine, which would recur with the next batch.
-OF_THE_MACHINE = re.compile(
+MACHINE_ERRORS = re.compile(
     r"out of memory|bad_alloc|memory allocation|cannot allocate|can't allocate|CUDA|NVJPEG_STATUS_ALLOCATOR|No space", re.I
 )
 
 
 def is_fault_of_picture(error: Exception) -> bool:
     """Return whether DALI's error may be a picture's fault: its text is not that of an error of the machine."""
-    return not OF_THE_MACHINE.search(str(error))
+    return not MACHINE_ERRORS.search(str(error))
 
 
 class DaliBatches(PipelineBatches):
@@ -104,9 +105,9 @@ class DaliBatches(PipelineBatches):
         if self._gpu:
             return as_tensor(outputs[0], self._gpu)[: len(ids)].permute(0, 3, 1, 2), labels
         pictures, numbers = outputs
-        return self._resized_here(pictures, numbers, ids, epoch), labels
+        return self._resize_with_torch(pictures, numbers, ids, epoch), labels
 
-    def _resized_here(self, pictures: Any, numbers: Any, ids: np.ndarray, epoch: int) -> torch.Tensor:
+    def _resize_with_torch(self, pictures: Any, numbers: Any, ids: np.ndarray, epoch: int) -> torch.Tensor:
         """Make the images from what DALI decoded, with torch: it resizes faster on a CPU. `numbers`: the flips, in training."""
         data = self._data
         numbers = np.array(numbers.as_tensor())
@@ -121,6 +122,7 @@ class DaliBatches(PipelineBatches):
         return images
 
     def _pipeline(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
+        """Build a pipeline for these batches. DALI reads the files, unless the tree has to, as from a pack or cache."""
         from nvidia.dali import fn
 
         data = self._data
@@ -128,12 +130,18 @@ class DaliBatches(PipelineBatches):
         if data.train:
             plan = _train_plan
             graph = _train_graph
-            plans = 3
+            num_arrays = 3
+        elif self._gpu:
+            plan = _test_plan
+            graph = _test_graph
+            num_arrays = 2
         else:
-            plan, graph, plans = (_test_plan, _test_graph, 2) if self._gpu else (_whole_plan, _whole_graph, 1)
-        how = {"size": data.size, "decoder": "mixed" if self._gpu else "cpu"}
+            plan = _whole_plan
+            graph = _whole_graph
+            num_arrays = 1
+        options = {"size": data.size, "decoder": "mixed" if self._gpu else "cpu"}
 
-        def planned(ids: np.ndarray) -> tuple[np.ndarray, ...]:
+        def make_plan(ids: np.ndarray) -> tuple[np.ndarray, ...]:
             data.tree.prefetch(ids)
             return plan(data, _padded(ids, largest), epoch)
 
@@ -142,20 +150,22 @@ class DaliBatches(PipelineBatches):
 
             def from_files(*numbers: Any) -> tuple[Any, ...]:
                 contents, _ = fn.readers.file(files=files, random_shuffle=False, prefetch_queue_depth=AHEAD)
-                return graph(contents, *numbers, **how)
+                return graph(contents, *numbers, **options)
 
-            return build(batches, planned, plans, from_files, self._threads, self._gpu)
+            return build(batches, make_plan, num_arrays, from_files, self._threads, self._gpu)
 
         readers = ThreadPoolExecutor(self._threads)
 
-        def read(number: int) -> np.ndarray:
+        def read_photo(number: int) -> np.ndarray:
             return np.frombuffer(data.tree.read(number), np.uint8)
 
-        def read_and_planned(ids: np.ndarray) -> tuple[Any, ...]:
-            numbers = planned(ids)
-            return list(readers.map(read, _padded(ids, largest))), *numbers
+        def read_and_plan(ids: np.ndarray) -> tuple[Any, ...]:
+            numbers = make_plan(ids)
+            return list(readers.map(read_photo, _padded(ids, largest))), *numbers
 
-        return build(batches, read_and_planned, 1 + plans, lambda *arrays: graph(*arrays, **how), self._threads, self._gpu)
+        return build(
+            batches, read_and_plan, 1 + num_arrays, lambda *arrays: graph(*arrays, **options), self._threads, self._gpu
+        )
 
 
 # DALI's operators for a batch of photographs (graph), and the arrays of numbers that they need (plan).
@@ -172,7 +182,7 @@ def _train_graph(contents: Any, window: Any, extent: Any, flip: Any, size: int, 
 
     images = fn.decoders.image_slice(
         contents, window, extent, device=decoder, axis_names="HW", normalized_anchor=False, normalized_shape=False,
-        **like_the_others(),
+        **decode_options(),
     )  # fmt: skip
     if decoder == "cpu":
         return images, flip
@@ -214,15 +224,16 @@ class PairBatches(PipelineBatches):
     _data: Pairs
 
     def _batch(self, outputs: Sequence[Any], ids: np.ndarray, _epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (blurry pictures and then sharp ones, ids). Without a GPU, torch resizes and crops them here."""
         if self._gpu:
-            both = [as_tensor(images, self._gpu) for images in outputs]
-            return torch.cat(both).permute(0, 3, 1, 2), torch.from_numpy(ids)
-        *both, sizes, corners, flips = outputs
+            pictures = [as_tensor(images, self._gpu) for images in outputs]
+            return torch.cat(pictures).permute(0, 3, 1, 2), torch.from_numpy(ids)
+        *pictures, sizes, corners, flips = outputs
         images = self._data.empty_batch(len(ids))
         sizes, corners, flips = (np.array(numbers.as_tensor()) for numbers in (sizes, corners, flips))
         for place in range(2 * len(ids)):
             side, pair = divmod(place, len(ids))
-            picture = torch.from_numpy(both[side].at(pair)).permute(2, 0, 1)
+            picture = torch.from_numpy(pictures[side].at(pair)).permute(2, 0, 1)
             images[place] = self._data.cut(picture, sizes[pair].astype(int), corners[pair].astype(int), flips[pair])
         return images, torch.from_numpy(ids)
 

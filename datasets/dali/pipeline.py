@@ -52,10 +52,10 @@ def decoded(files: Any, decoder: str) -> Any:
     """Decode whole pictures. `decoder`: cpu, or mixed for the GPU."""
     from nvidia.dali import fn
 
-    return fn.decoders.image(files, device=decoder, **like_the_others())
+    return fn.decoders.image(files, device=decoder, **decode_options())
 
 
-def like_the_others() -> dict[str, Any]:
+def decode_options() -> dict[str, Any]:
     """Return options with which DALI decodes as torchvision does: it ignores EXIF orientation and interpolates the chroma."""
     from nvidia.dali import types
 
@@ -63,16 +63,17 @@ def like_the_others() -> dict[str, Any]:
 
 
 def resized(images: Any, size: Any) -> Any:
+    """Return images resized to `size` (height, width) as the other loaders do: bilinear, with antialiasing."""
     from nvidia.dali import fn, types
 
     return fn.resize(images, size=size, interp_type=types.DALIInterpType.INTERP_LINEAR, antialias=True)
 
 
-def cut(images: Any, corner: Any, size: Sequence[float], **how: Any) -> Any:
-    """Cut out the window of `size` (height, width) that begins at `corner` (top, left). `how`: more options of fn.slice."""
+def cut(images: Any, corner: Any, size: Sequence[float], **options: Any) -> Any:
+    """Cut out the window of `size` (height, width) that begins at `corner` (top, left). `options`: more of fn.slice."""
     from nvidia.dali import fn
 
-    return fn.slice(images, corner, size, axis_names="HW", normalized_anchor=False, normalized_shape=False, **how)
+    return fn.slice(images, corner, size, axis_names="HW", normalized_anchor=False, normalized_shape=False, **options)
 
 
 def as_tensor(output: Any, device: torch.device) -> torch.Tensor:

@@ -29,24 +29,24 @@ class ExternalInputIterator:
         self.rank = rank
         self.world_size = world_size
         self._pairs = Pairs(os.path.join(data_source, "train"), resize=0, crop=1, train=True, seed=seed)
-        self._draw = np.random.default_rng(seed)
+        self._generator = np.random.default_rng(seed)
 
     def __iter__(self) -> "ExternalInputIterator":
         order = np.arange(len(self))
         if self.shuffle:
-            order = self._draw.permutation(order)[: len(self) // self.world_size * self.world_size]  # as many on each rank
-        self._mine = order[self.rank :: self.world_size]
-        self._given = 0
+            order = self._generator.permutation(order)[: len(self) // self.world_size * self.world_size]  # as many on each rank
+        self._rank_ids = order[self.rank :: self.world_size]
+        self._position = 0
         return self
 
     def __next__(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        ids = self._mine[self._given : self._given + self.batch_size]
+        ids = self._rank_ids[self._position : self._position + self.batch_size]
         if not len(ids):
             iter(self)  # DALI goes on with the next epoch without asking for a new iterator
             raise StopIteration
-        self._given += len(ids)
-        both = [[np.frombuffer(content, np.uint8) for content in self._pairs.read(number)] for number in ids]
-        return [blurry for blurry, _ in both], [sharp for _, sharp in both]
+        self._position += len(ids)
+        pairs = [[np.frombuffer(content, np.uint8) for content in self._pairs.read(number)] for number in ids]
+        return [blurry for blurry, _ in pairs], [sharp for _, sharp in pairs]
 
     next = __next__
 
@@ -54,18 +54,18 @@ class ExternalInputIterator:
         return len(self._pairs)
 
 
-def externalSourcePipeline(external_data: ExternalInputIterator, resize: int, crop: int, **how: Any) -> Any:
+def externalSourcePipeline(external_data: ExternalInputIterator, resize: int, crop: int, **options: Any) -> Any:
     """Return a pipeline that gives both pictures as float32 (3, crop, crop) in [-1, 1], cropped and flipped alike at random.
 
     `resize`: the height to which they are resized first; 0: their own. A picture too small for the crop is enlarged.
-    `how`: DALI's batch_size, num_threads, seed, device_id (None: CPU).
+    `options`: DALI's batch_size, num_threads, seed, device_id (None: CPU).
     """
     from nvidia.dali import fn, math, types
     from nvidia.dali.pipeline import pipeline_def
 
-    decoder = "cpu" if how.get("device_id") is None else "mixed"
+    decoder = "cpu" if options.get("device_id") is None else "mixed"
 
-    @pipeline_def(**how)
+    @pipeline_def(**options)
     def images_of_both():
         blurry, sharp = fn.external_source(source=external_data, num_outputs=2)
         shape = fn.peek_image_shape(blurry, adjust_orientation=False)  # decoded() ignores the orientation, too

@@ -16,7 +16,7 @@ from typing import Any, Optional
 from common.errors import UserError, one_line
 from common.machine.child import START_SECONDS, Child, repository
 from datasets.dpex import bridge as bridge_process
-from datasets.dpex.wire import copy, memory_of, pack, receive, send, source_packages, unpack
+from datasets.dpex.wire import copy_parts, open_memory, pack, receive, send, source_packages, unpack
 
 STOP_SECONDS = 20
 
@@ -27,7 +27,7 @@ class ClusterLost(Exception):
     """The cluster no longer answers."""
 
 
-def bridge(head_address: str) -> "Bridge":
+def get_bridge(head_address: str) -> "Bridge":
     """Return this process's Bridge to this cluster. Start one if there is none, or if Ray failed to start in it."""
     try:
         import ray  # noqa: F401
@@ -36,25 +36,27 @@ def bridge(head_address: str) -> "Bridge":
             "Ray is missing: pip install .[ray], or choose a job or --data_backend without Ray, or distribute_mode=False"
         ) from None
     key = os.getpid(), head_address
-    found = _BRIDGES.get(key)
-    if found is None or found.failed:
-        found = _BRIDGES[key] = Bridge(head_address)
-    return found
+    current = _BRIDGES.get(key)
+    if current is None or current.has_failed:
+        current = _BRIDGES[key] = Bridge(head_address)
+    return current
 
 
 class Bridge:
+    """The process through which this one uses a Ray cluster, and whether that cluster is lost."""
+
     def __init__(self, head_address: str):
         self.process = Child(bridge_process.__name__, head_address or "local")
         self.address = "the Ray cluster"
         self._socket = None
-        self.lost: Optional[str] = None  # why the cluster is lost, once it is
-        self.failed = self._warned = False  # failed: it did not start
+        self.loss_reason: Optional[str] = None  # why the cluster is lost, once it is
+        self.has_failed = self._has_warned = False  # failed: it did not start
         weakref.finalize(self, _end, self.process, os.getpid())
 
     def connect(self) -> socket.socket:
         """Wait for Ray and return a connection for one iterator. UserError if Ray does not start, ClusterLost after a loss."""
-        if self.lost:
-            raise ClusterLost(self.lost)
+        if self.loss_reason:
+            raise ClusterLost(self.loss_reason)
         if self._socket is None:
             self._socket = self._wait_until_ready()
         connection = socket.socket(socket.AF_UNIX)
@@ -64,42 +66,44 @@ class Bridge:
             raise self.note_loss() from None
         return connection
 
-    def _wait_until_ready(self):
-        overdue = threading.Timer(2 * START_SECONDS, self.process.kill)
-        overdue.start()
+    def _wait_until_ready(self) -> str:
+        """Return the path of the bridge's socket once Ray has started; UserError if it does not start."""
+        kill_timer = threading.Timer(2 * START_SECONDS, self.process.kill)
+        kill_timer.start()
         try:
-            word, _, rest = self.process.stdout.readline().rstrip("\n").partition(" ")
+            status, _, details = self.process.stdout.readline().rstrip("\n").partition(" ")
         finally:
-            overdue.cancel()
-        if word != "ready":
-            self.failed = True
-            raise UserError(rest or "Ray did not start; the lines above say why")
-        path, self.address = rest.rsplit(" ", 1)
+            kill_timer.cancel()
+        if status != "ready":
+            self.has_failed = True
+            raise UserError(details or "Ray did not start; the lines above say why")
+        path, self.address = details.rsplit(" ", 1)
         return path
 
     def shows_memory(self) -> bool:
         """Return whether this process may read the memory of the bridge, and so that of the workers of a cluster of our own."""
         try:
-            memory_of(self.process.pid).close()
+            open_memory(self.process.pid).close()
             return os.readlink("/proc/self") == str(os.getpid())  # else /proc has the process ids of another container
         except OSError:
             return False
 
     def note_loss(self) -> ClusterLost:
         """Record that a connection broke, and return the exception to raise."""
-        self.lost = self.lost or f"{self.address} does not answer"
-        return ClusterLost(self.lost)
+        self.loss_reason = self.loss_reason or f"{self.address} does not answer"
+        return ClusterLost(self.loss_reason)
 
     def warn_once(self) -> None:
-        if not self._warned:
-            self._warned = True
-            reason = one_line(self.lost)
+        """Warn, once for this cluster, that it is lost and batches are made on this machine."""
+        if not self._has_warned:
+            self._has_warned = True
+            reason = one_line(self.loss_reason)
             warnings.warn(f"the Ray cluster is lost: {reason}; batches are made on this machine from here on", stacklevel=2)
 
 
-def _end(process: Child, owner: int) -> None:
+def _end(process: Child, owner_pid: int) -> None:
     """End the bridge, unless this is a fork of its owner, the training process."""
-    if os.getpid() != owner:
+    if os.getpid() != owner_pid:
         return
     process.write_line("end")
     process.end_input()
@@ -115,7 +119,7 @@ class Workers:
     """The workers of one iterator at a time, which end with this object. Each batch is requested by number from one of them."""
 
     def __init__(self, bridge: Bridge):
-        self._owner = os.getpid()
+        self._owner_pid = os.getpid()
         self._epoch = 0
         self._digest = None
         self._bridge = bridge
@@ -138,8 +142,10 @@ class Workers:
         if digest.digest() != self._digest:
             self._digest = digest.digest()
             self._send("task", self._epoch, parts=packed.parts)
-        ours = (os.path.join(repository(), name) for name in ("common", "datasets"))  # other machines may not have them
-        packages = {*ours, *source_packages(packed.modules)}
+        project_packages = (
+            os.path.join(repository(), name) for name in ("common", "datasets")
+        )  # other machines may not have them
+        packages = {*project_packages, *source_packages(packed.modules)}
         self._send("begin", self._epoch, count, base_seed, packages, self._bridge.shows_memory())
 
     def resume(self) -> None:
@@ -153,14 +159,14 @@ class Workers:
 
     def is_usable(self) -> bool:
         """Return whether the connection is open, and was opened by this process and not by a parent that forked."""
-        return self._owner == os.getpid() and self._connection.fileno() >= 0
+        return self._owner_pid == os.getpid() and self._connection.fileno() >= 0
 
     def _send(self, *message: object, parts: Sequence[Any] = ()) -> None:
-        with self._whole():
+        with self._guard_connection():
             send(self._connection, message, parts)
 
     @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _guard_connection(self) -> Iterator[None]:
         """Raise ClusterLost if the connection breaks. Close it after any other error, as half a message may be left in it."""
         try:
             yield
@@ -176,29 +182,32 @@ class Workers:
         while True:
             if not wait([self._connection], timeout):
                 return None
-            with self._whole():
-                (verb, epoch, *words), parts = receive(self._connection)
+            with self._guard_connection():
+                (verb, epoch, *fields), parts = receive(self._connection)
                 if verb == "left":
-                    worker = words.pop()
-                    left = words.pop()
+                    worker = fields.pop()
+                    handle = fields.pop()
                     verb = "batch"
-                    parts = self._copied(epoch, left)
+                    parts = self._copy_batch(epoch, handle)
                     send(self._connection, ("received", worker, parts is not None))
                     if parts is None:
                         continue
             if verb == "failed":
                 self._digest = None  # the data set may not have arrived
             if epoch == self._epoch:
-                return (verb, *words, *([unpack(parts)] if parts else []))
+                if parts:
+                    fields.append(unpack(parts))
+                return (verb, *fields)
 
-    def _copied(self, epoch: int, left: Any) -> Optional[list]:
+    def _copy_batch(self, epoch: int, handle: Any) -> Optional[list]:
         """Return the parts of a batch. None: its worker has ended, and the bridge has it made again; or it comes too late."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, EOFError):
-            return copy(left) if epoch == self._epoch else None
+            return copy_parts(handle) if epoch == self._epoch else None
 
     def close(self) -> None:
+        """Close the connection. In the process that opened it, this also ends the workers."""
         with contextlib.suppress(OSError):
-            if os.getpid() == self._owner:  # a forked worker of another loader has a copy of the connection
+            if os.getpid() == self._owner_pid:  # a forked worker of another loader has a copy of the connection
                 self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 

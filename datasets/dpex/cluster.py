@@ -18,57 +18,70 @@ from common.errors import UserError
 from common.machine.child import START_SECONDS, repository
 
 REACH_SECONDS = 2.0
-LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # with it Ray uses 127.0.0.1 for a cluster of one machine
-PATIENT = {"RAY_health_check_timeout_ms": "60000", "RAY_worker_register_timeout_seconds": str(START_SECONDS)}  # a busy machine
-EQUAL = {"RAY_worker_niceness": "0"}  # the rank's own priority, as torch's workers have; Ray would give its workers a lower one
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+LOOPBACK_VARIABLES = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # with it Ray uses 127.0.0.1 for a cluster of one machine
+TIMEOUT_VARIABLES = {
+    "RAY_health_check_timeout_ms": "60000",
+    "RAY_worker_register_timeout_seconds": str(START_SECONDS),
+}  # a busy machine
+PRIORITY_VARIABLES = {
+    "RAY_worker_niceness": "0"
+}  # the rank's own priority, as torch's workers have; Ray would give its workers a lower one
+QUIET_VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 # Options of a cluster that we start. Workers reserve no CPU, and Ray starts an idle process for each CPU: one is enough.
-OWN = {"address": "local", "num_cpus": 1, "include_dashboard": False}
+OWN_CLUSTER_OPTIONS = {"address": "local", "num_cpus": 1, "include_dashboard": False}
 
 
 def connect(head_address: str) -> "Cluster":
     """Join the cluster at `head_address`. For "local", or if "auto" finds none, start one that ends with this process."""
     address = _users_address(head_address)
     if address is None:
-        _prepare_our_own()
+        _prepare_own_cluster()
         with contextlib.suppress(UserError):  # try twice: Ray's half a minute may be too short on a busy machine
-            return Cluster(_init(OWN, ""), own=True)
-        return Cluster(_init(OWN, "cannot start Ray on this machine: {reason}"), own=True)
+            return Cluster(_init(OWN_CLUSTER_OPTIONS, ""), is_own=True)
+        return Cluster(_init(OWN_CLUSTER_OPTIONS, "cannot start Ray on this machine: {reason}"), is_own=True)
     _require_token()
-    if not reachable(address):
+    if not is_reachable(address):
         raise UserError(
             f"no Ray cluster answers at {address}: set head_address or RAY_ADDRESS to the host:port of its head, or to 'local'"
         )
     if address.startswith(("127.", "localhost:")):
-        os.environ.update(LOOPBACK)  # else Ray would look for it at this machine's external address
-    does_not_join = (
+        os.environ.update(LOOPBACK_VARIABLES)  # else Ray would look for it at this machine's external address
+    message = (
         f"cannot join the Ray cluster at {address}: {{reason}}; this machine has to be a node of it (ray start --address "
         f"{address}) and use the same token"
     )
-    return Cluster(_init({"address": address}, does_not_join), own=False)
+    return Cluster(_init({"address": address}, message), is_own=False)
 
 
-def _prepare_our_own():
+def _prepare_own_cluster():
     """Replace the RAY_ variables (loopback interface only, a new token); give workers our import path."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:  # settings of another cluster
         del os.environ[name]
-    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **LOOPBACK, **PATIENT, **EQUAL})
+    os.environ.update(
+        {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            **LOOPBACK_VARIABLES,
+            **TIMEOUT_VARIABLES,
+            **PRIORITY_VARIABLES,
+        }
+    )
     os.environ["PYTHONPATH"] = os.pathsep.join([repository(), *filter(None, sys.path)])
 
 
-def _init(how: dict[str, Any], failed: str) -> str:
-    """Call ray.init(**how) and return the cluster's address. `failed`: the text of the UserError, with {reason} in it."""
-    os.environ.update(QUIET)
+def _init(options: dict[str, Any], message: str) -> str:
+    """Call ray.init(**options) and return the cluster's address. `message`: the UserError's text, with {reason} in it."""
+    os.environ.update(QUIET_VARIABLES)
     import ray
 
     if tuple(map(int, ray.__version__.split(".")[:2])) < (2, 52):
         raise UserError(f"Ray {ray.__version__} does not support tokens: pip install 'ray>=2.52'")
     try:
-        ray.init(logging_level=logging.ERROR, configure_logging=False, **how)
+        ray.init(logging_level=logging.ERROR, configure_logging=False, **options)
     except Exception as error:
         ray.shutdown()
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise UserError(failed.format(reason=reason)) from None
+        raise UserError(message.format(reason=reason)) from None
     return ray.get_runtime_context().gcs_address
 
 
@@ -79,25 +92,27 @@ def _users_address(head_address: Optional[str]) -> Optional[str]:
     variable = os.environ.get("RAY_ADDRESS", "auto")
     if head_address == "auto" and variable != "auto":
         return None if variable == "local" else variable
-    note = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"  # written by `ray start`
-    if head_address == "auto" and note.exists() and reachable(note.read_text().strip()):
-        return note.read_text().strip()
+    address_file = (
+        Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
+    )  # written by `ray start`
+    if head_address == "auto" and address_file.exists() and is_reachable(address_file.read_text().strip()):
+        return address_file.read_text().strip()
     return None
 
 
 def _require_token():
     """Make Ray use a token unless RAY_AUTH_MODE is set otherwise: Ray runs any code it is sent. UserError without a token."""
-    given = "RAY_AUTH_TOKEN" in os.environ or os.path.exists(
+    has_token = "RAY_AUTH_TOKEN" in os.environ or os.path.exists(
         os.path.expanduser(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token"))
     )
-    if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token" and not given:
+    if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token" and not has_token:
         raise UserError(
             "there is no token for the Ray cluster: run ray get-auth-token --generate and copy the file ~/.ray/auth_token to "
             "every node (or set RAY_AUTH_TOKEN_PATH); for a cluster without a token set RAY_AUTH_MODE=disabled"
         )
 
 
-def reachable(address: str) -> bool:
+def is_reachable(address: str) -> bool:
     """Return whether a server accepts connections at host:port within REACH_SECONDS."""
     try:
         host, port = address.rsplit(":", 1)
@@ -107,31 +122,31 @@ def reachable(address: str) -> bool:
     return True
 
 
-def raylet(node: dict[str, Any]) -> str:
+def raylet_address(node: dict[str, Any]) -> str:
     """Return host:port of the raylet, Ray's daemon on a node. `node`: an entry of ray.nodes()."""
     return f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
 
 
 class Cluster:
-    """The cluster that this process has joined. `own`: this process has started it."""
+    """The cluster that this process has joined. `is_own`: this process has started it."""
 
-    def __init__(self, address: str, own: bool):
+    def __init__(self, address: str, is_own: bool):
         import ray
 
         self.address = address
-        self.own = own
-        self.node = ray.get_runtime_context().get_node_id()  # of this machine
+        self.is_own = is_own
+        self.node_id = ray.get_runtime_context().get_node_id()  # of this machine
 
     def choose_nodes(self, count: int, avoid: str = "") -> list[str]:
         """Return node ids for `count` workers, in proportion to the nodes' CPUs. Node `avoid` is used if no other is left."""
         import ray
 
         # Ray may not know yet that a node is lost. If all are, this machine's is too, and _watch() soon ends the bridge.
-        while not (alive := [node for node in ray.nodes() if node["Alive"] and reachable(raylet(node))]):
+        while not (alive := [node for node in ray.nodes() if node["Alive"] and is_reachable(raylet_address(node))]):
             time.sleep(REACH_SECONDS)
         cpus = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in alive}
         if any(cpus.values()):  # a node declared without CPUs, usually the head, gets no worker
-            cpus = {name: number for name, number in cpus.items() if number}
+            cpus = {name: num_cpus for name, num_cpus in cpus.items() if num_cpus}
         if len(cpus) > 1:
             cpus.pop(avoid, None)
         chosen = []
@@ -139,34 +154,36 @@ class Cluster:
             chosen.append(min(sorted(cpus), key=lambda name: (chosen.count(name) + 1) / max(cpus[name], 0.5)))
         return chosen
 
-    def start_worker(self, node: str, packages: Iterable[str], again: bool = False) -> Any:
-        """Start a Ray actor on the node. `packages`: source folders to upload unless `own`; `again`: it replaces a lost one."""
+    def start_worker(self, node: str, packages: Iterable[str], is_replacement: bool = False) -> Any:
+        """Start a Ray actor on the node. `packages`: source folders to upload unless the cluster is our own."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-        if not self.own:  # its nodes may be machines without our files
+        if not self.is_own:  # its nodes may be machines without our files
             from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
 
-            known = inspect.signature(upload_py_modules_if_needed).parameters
-            more: dict[str, Any] = {"include_gitignore": True} if "include_gitignore" in known else {}
+            parameters = inspect.signature(upload_py_modules_if_needed).parameters
+            extra_options: dict[str, Any] = {}
+            if "include_gitignore" in parameters:
+                extra_options["include_gitignore"] = True
             with tempfile.TemporaryDirectory() as folder:
                 modules = {"py_modules": sorted(packages)}
-                options["runtime_env"] = upload_py_modules_if_needed(modules, scratch_dir=folder, **more)
-        return ray.remote(Actor).options(**options).remote(again)
+                options["runtime_env"] = upload_py_modules_if_needed(modules, scratch_dir=folder, **extra_options)
+        return ray.remote(Actor).options(**options).remote(is_replacement)
 
 
 class Actor:
     """The worker as a Ray actor. It imports torch only where it runs: the process that starts it does not need torch."""
 
-    def __init__(self, again: bool):
+    def __init__(self, is_replacement: bool):
         from datasets.dpex.worker import LoaderWorker
 
-        self._worker = LoaderWorker(again)
+        self._worker = LoaderWorker(is_replacement)
 
-    def fetch(self, what: tuple) -> Any:
-        """Return LoaderWorker.fetch(*what). One argument costs less than several, and Ray leaves the reference in it."""
+    def fetch(self, request: tuple) -> Any:
+        """Return LoaderWorker.fetch(*request). One argument costs less than several, and Ray leaves the reference in it."""
         import ray
 
-        index, task, *where = what
-        return self._worker.fetch(index, functools.partial(ray.get, task), *where)
+        index, task, *arguments = request
+        return self._worker.fetch(index, functools.partial(ray.get, task), *arguments)

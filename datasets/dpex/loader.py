@@ -30,9 +30,9 @@ from common import arguments
 from common.errors import TrainingFailed, UserError
 from common.machine.child import START_SECONDS
 from datasets import cifar10
-from datasets.dpex.client import Bridge, ClusterLost, Workers, bridge
-from datasets.dpex.worker import End
-from datasets.loader import DeviceLoader, HandsOnErrors, WithEpoch
+from datasets.dpex.client import Bridge, ClusterLost, Workers, get_bridge
+from datasets.dpex.worker import EndOfStream
+from datasets.loader import DeviceLoader, WithEpoch, WithSampleErrors
 from datasets.processes import begin_worker
 
 DEFAULT_WORKERS = 2  # of a job with --workers 0
@@ -48,7 +48,7 @@ class DpexDataLoader(DataLoader[Sample]):
         batch_sampler: Any = None, num_workers: int = 0, collate_fn: Optional[Callable] = None, pin_memory: bool = False,
         drop_last: bool = False, timeout: float = 0, worker_init_fn: Optional[Callable[[int], None]] = None,
         multiprocessing_context: Any = None, generator: Optional[torch.Generator] = None, *, distribute_mode: bool = False,
-        head_address: str = "auto", head_lost: str = "local", **others: Any,
+        head_address: str = "auto", head_lost: str = "local", **kwargs: Any,
     ):  # fmt: skip
         if isinstance(batch_size, bool):  # the order of the original Dpex, where distribute_mode comes second
             raise UserError(
@@ -66,22 +66,23 @@ class DpexDataLoader(DataLoader[Sample]):
         self._idle_workers: list[Workers] = []  # left by earlier passes
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
-            worker_init_fn, multiprocessing_context, generator, **others,
+            worker_init_fn, multiprocessing_context, generator, **kwargs,
         )  # fmt: skip
-        self._bridge = bridge(head_address) if self.distribute_mode else None
+        self._bridge = get_bridge(head_address) if self.distribute_mode else None
 
     def check_worker_number_rationality(self) -> None:
+        """Have torch warn of more workers than processors only where the workers run on this machine."""
         if not self.distribute_mode:  # torch counts the processors of this machine only
             super().check_worker_number_rationality()
 
     def _get_iterator(self):
         if not self.distribute_mode:
             return super()._get_iterator()
-        self._bridge = process = bridge(self.head_address)
-        if process.lost:
+        self._bridge = current_bridge = get_bridge(self.head_address)
+        if current_bridge.loss_reason:
             super().check_worker_number_rationality()
             return _MultiProcessingDataLoaderIter(self)
-        return RayIterator(self, process, self._idle_workers, stop_when_lost=self.head_lost == "stop")
+        return RayIterator(self, current_bridge, self._idle_workers, stop_when_lost=self.head_lost == "stop")
 
 
 @dataclasses.dataclass
@@ -89,10 +90,10 @@ class Pass:
     """State of one pass over the data set: which batches were requested from the workers, and which have arrived."""
 
     has_more: list[bool]  # for each worker; False once its IterableDataset has ended
-    turns: Iterator[int]  # the workers in turn
-    exhausted: bool = False  # the sampler has no more indices
-    sent: int = 0  # number of the next batch to request
-    next: int = 0  # number of the next batch to give, if in order
+    worker_cycle: Iterator[int]  # the workers in turn
+    is_exhausted: bool = False  # the sampler has no more indices
+    next_request: int = 0  # number of the next batch to request
+    next_yield: int = 0  # number of the next batch to give, if in order
     requested: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)  # {number: (worker, index)}, until given
     arrived: dict[int, Any] = dataclasses.field(default_factory=dict)  # {number: batch}
 
@@ -113,33 +114,35 @@ class RayIterator(_BaseDataLoaderIter):
         self._batch_size = loader.batch_size
         self._context = loader.multiprocessing_context
         self._workers: Optional[Workers] = None  # None: this pass is over, or the cluster is lost
-        self._rest: Iterator = iter(())  # batches of torch's own workers, once the cluster is lost
-        self._warned = False
-        self._passes = 0
-        self._awake: set[int] = set()  # workers that have delivered something since their start
+        self._local_batches: Iterator = iter(())  # batches of torch's own workers, once the cluster is lost
+        self._has_warned = False
+        self._pass_number = 0
+        self._started: set[int] = set()  # workers that have delivered something since their start
         self._pass = self._new_pass()
         try:
-            idle = idle_workers.pop() if idle_workers else None
-            self._workers = workers = idle if idle and idle.is_usable() else Workers(bridge)
+            workers = idle_workers.pop() if idle_workers else None
+            if workers is None or not workers.is_usable():
+                workers = Workers(bridge)
+            self._workers = workers
             self._release = weakref.finalize(self, idle_workers.append, workers)
             self._begin(workers)
             self._request_ahead(workers)
         except ClusterLost:
-            self._go_on_here()
+            self._continue_locally()
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
         """Begin the next epoch of persistent workers. Once the cluster is lost, torch's workers on this machine make it."""
         super()._reset(loader, first_iter)
-        self._passes += 1
+        self._pass_number += 1
         self._pass = self._new_pass()
         if self._workers is None:
-            self._rest = iter(self._loader_here(self._sampler_iter))
+            self._local_batches = iter(self._local_loader(self._sampler_iter))
             return
         try:
             self._workers.resume()
             self._request_ahead(self._workers)
         except ClusterLost:
-            self._go_on_here()
+            self._continue_locally()
 
     def _new_pass(self):
         return Pass([True] * self._num_workers, itertools.cycle(range(self._num_workers)))
@@ -156,126 +159,141 @@ class RayIterator(_BaseDataLoaderIter):
 
     # --- Requests --------------------------------------------------------------------------------------------------------
 
-    def _request_ahead(self, workers: Workers, more: int = 0) -> None:
-        now = self._pass
-        window = self._prefetch * self._num_workers + more
-        while len(now.requested) < window and any(now.has_more) and not now.exhausted:
+    def _request_ahead(self, workers: Workers, extra: int = 0) -> None:
+        """Request batches until `extra` more than the workers' prefetch are requested, or no index is left."""
+        current_pass = self._pass
+        window = self._prefetch * self._num_workers + extra
+        while len(current_pass.requested) < window and any(current_pass.has_more) and not current_pass.is_exhausted:
             try:
                 index = self._next_index()
             except StopIteration:
-                now.exhausted = True
+                current_pass.is_exhausted = True
                 return
-            worker = next(number for number in now.turns if now.has_more[number])
-            now.requested[now.sent] = worker, index
-            now.sent += 1
-            workers.fetch(now.sent - 1, worker, index)
+            worker = next(number for number in current_pass.worker_cycle if current_pass.has_more[number])
+            current_pass.requested[current_pass.next_request] = worker, index
+            current_pass.next_request += 1
+            workers.fetch(current_pass.next_request - 1, worker, index)
 
     # --- Batches ---------------------------------------------------------------------------------------------------------
 
     def _next_data(self) -> Any:
         if self._workers:
             try:
-                return self._from_workers(self._workers)
+                return self._next_from_workers(self._workers)
             except ClusterLost:
-                self._go_on_here()
-        return next(self._rest)
+                self._continue_locally()
+        return next(self._local_batches)
 
-    def _from_workers(self, workers: Workers) -> Any:
-        now = self._pass
+    def _next_from_workers(self, workers: Workers) -> Any:
+        """Return the next batch of the workers, or raise its error; StopIteration at the end of the pass."""
+        current_pass = self._pass
         while True:
             self._request_ahead(workers)
-            if not now.requested:
+            if not current_pass.requested:
                 if not self._persistent_workers:
                     self._release()  # they wait for the next pass of the same loader
                     self._workers = None
                 raise StopIteration
-            ready = now.next if self._in_order else next(iter(now.arrived), None)
-            if ready in now.arrived:
-                self._request_ahead(workers, more=1)  # first, so that this batch is not lost if the cluster is
-                data = now.arrived.pop(ready)
-                del now.requested[ready]
-                now.next += 1
+            ready = current_pass.next_yield if self._in_order else next(iter(current_pass.arrived), None)
+            if ready in current_pass.arrived:
+                self._request_ahead(workers, extra=1)  # first, so that this batch is not lost if the cluster is
+                data = current_pass.arrived.pop(ready)
+                del current_pass.requested[ready]
+                current_pass.next_yield += 1
                 if isinstance(data, ExceptionWrapper):
                     data.reraise()
                 return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
-            if self._in_order and now.next not in now.requested:  # its worker had no more
-                now.next += 1
+            if self._in_order and current_pass.next_yield not in current_pass.requested:  # its worker had no more
+                current_pass.next_yield += 1
                 continue
             self._receive(workers)
 
     def _receive(self, workers: Workers) -> None:
-        now = self._pass
-        worker = next((its for number, (its, _) in now.requested.items() if number not in now.arrived), None)
-        starts = START_SECONDS if worker not in self._awake else 0  # the timeout is for batches, not for starting workers
-        message = workers.receive(self._timeout + starts if self._timeout else None)
+        """Wait for a message of the workers, and record the batch that it brings or the end of a worker's stream."""
+        current_pass = self._pass
+        worker = next(
+            (owner for number, (owner, _) in current_pass.requested.items() if number not in current_pass.arrived), None
+        )
+        start_seconds = (
+            START_SECONDS if worker not in self._started else 0
+        )  # the timeout is for batches, not for starting workers
+        message = workers.receive(self._timeout + start_seconds if self._timeout else None)
         if message is None:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
-        verb, *words = message
+        verb, *fields = message
         if verb == "failed":
-            raise RuntimeError(f"DataLoader over Ray: {words[0]}")
+            raise RuntimeError(f"DataLoader over Ray: {fields[0]}")
         if verb == "lost":
-            self._awake.discard(words[0])
-            self._warn_of_loss(*words)
+            self._started.discard(fields[0])
+            self._warn_of_loss(*fields)
             return
-        number, data = words
-        if number not in now.requested:  # requested from a worker that had no more
+        number, data = fields
+        if number not in current_pass.requested:  # requested from a worker that had no more
             return
-        worker, _ = now.requested[number]
-        self._awake.add(worker)
-        if isinstance(data, End):
-            now.has_more[worker] = False
-            for other in [other for other, (its, _) in now.requested.items() if its == worker and other not in now.arrived]:
-                del now.requested[other]
+        worker, _ = current_pass.requested[number]
+        self._started.add(worker)
+        if isinstance(data, EndOfStream):
+            current_pass.has_more[worker] = False
+            for other_number, (owner, _) in list(current_pass.requested.items()):
+                if owner == worker and other_number not in current_pass.arrived:
+                    del current_pass.requested[other_number]
         else:
-            now.arrived[number] = data
+            current_pass.arrived[number] = data
 
     def _warn_of_loss(self, worker: int, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
-            drawn = "; a transform that draws from the worker's global random generator draws anew in them"
-            drawn = "" if self._dataset_kind == _DatasetKind.Iterable else drawn
-            warnings.warn(f"Ray worker {worker} was lost ({reason}): its batches are made again{drawn}", stacklevel=2)
+        if not self._has_warned:
+            self._has_warned = True
+            consequence = ""
+            if self._dataset_kind != _DatasetKind.Iterable:
+                consequence = "; a transform that draws from the worker's global random generator draws anew in them"
+            warnings.warn(f"Ray worker {worker} was lost ({reason}): its batches are made again{consequence}", stacklevel=2)
 
     # --- Without the cluster -----------------------------------------------------------------------------------------------
 
-    def _go_on_here(self):
+    def _continue_locally(self):
         """Load the rest of the pass with torch's own workers on this machine; TrainingFailed with head_lost="stop"."""
         if self._workers:
             self._release.detach()
             self._workers.close()
             self._workers = None
         if self._stop_when_lost:
-            raise TrainingFailed(f"the Ray cluster is lost: {self._bridge.lost}; head_lost='stop' was asked for") from None
+            raise TrainingFailed(
+                f"the Ray cluster is lost: {self._bridge.loss_reason}; head_lost='stop' was asked for"
+            ) from None
         self._bridge.warn_once()
-        again = self._passes == 0 and self._dataset_kind == _DatasetKind.Iterable  # from the start, with the same seeds
-        missing = (index for _, (_, index) in sorted(self._pass.requested.items()))
-        self._rest = iter(self._loader_here(itertools.chain(missing, self._sampler_iter), again))
+        repeats_seeds = (
+            self._pass_number == 0 and self._dataset_kind == _DatasetKind.Iterable
+        )  # from the start, with the same seeds
+        remaining = (index for _, (_, index) in sorted(self._pass.requested.items()))
+        self._local_batches = iter(self._local_loader(itertools.chain(remaining, self._sampler_iter), repeats_seeds))
         if self._dataset_kind == _DatasetKind.Iterable:
             for _ in range(self._num_yielded):
-                next(self._rest)
+                next(self._local_batches)
 
-    def _loader_here(self, indices: Any, again: bool = False) -> DataLoader:
-        """Return torch's loader for these indices. An IterableDataset starts anew, with the cluster's seeds if `again`."""
-        how: dict[str, Any] = {
+    def _local_loader(self, indices: Any, repeats_seeds: bool = False) -> DataLoader:
+        """Return torch's loader for these indices. An IterableDataset starts anew, perhaps with the cluster's seeds."""
+        options: dict[str, Any] = {
             "num_workers": self._num_workers, "collate_fn": self._collate_fn, "timeout": self._timeout,
             "worker_init_fn": self._worker_init_fn, "pin_memory": self._pin_memory, "generator": torch.Generator(),
             "multiprocessing_context": self._context, "prefetch_factor": self._prefetch,
         }  # fmt: skip
-        how["generator"].manual_seed(self._base_seed + 1 + self._passes)  # so that earlier random draws do not come again
+        options["generator"].manual_seed(
+            self._base_seed + 1 + self._pass_number
+        )  # so that earlier random draws do not come again
         if self._dataset_kind == _DatasetKind.Iterable:
-            if again:
-                how["generator"].set_state(self._generator_state)
-            return DataLoader(self._dataset, self._batch_size, drop_last=self._drop_last, **how)
-        how["num_workers"] = min(self._num_workers, len(os.sched_getaffinity(0)))
+            if repeats_seeds:
+                options["generator"].set_state(self._generator_state)
+            return DataLoader(self._dataset, self._batch_size, drop_last=self._drop_last, **options)
+        options["num_workers"] = min(self._num_workers, len(os.sched_getaffinity(0)))
         if self._auto_collation:
-            return DataLoader(self._dataset, batch_sampler=indices, **how)
-        return DataLoader(self._dataset, batch_size=None, sampler=indices, **how)
+            return DataLoader(self._dataset, batch_sampler=indices, **options)
+        return DataLoader(self._dataset, batch_size=None, sampler=indices, **options)
 
 
 def batches(data_set: Any, sampler: Any, workers: int = 0) -> DpexDataLoader:
     """Return a loader over Ray whose batches are `data_set[epoch, ids]`, for each batch of ids of the sampler."""
     return DpexDataLoader(
-        HandsOnErrors(data_set, sampler), None, sampler=WithEpoch(sampler), distribute_mode=True, persistent_workers=True,
+        WithSampleErrors(data_set, sampler), None, sampler=WithEpoch(sampler), distribute_mode=True, persistent_workers=True,
         num_workers=workers or DEFAULT_WORKERS, generator=torch.Generator(), worker_init_fn=_outlive_stop_signals,
     )  # fmt: skip
 
@@ -294,4 +312,5 @@ def add_options(parser: arguments.Parser) -> None:
 def cifar_loader(
     data_set: cifar10.ImageArrays, sampler: Any, device: torch.device, augment: bool, seed: int, workers: int
 ) -> DeviceLoader:
+    """Return cifar10.loader() with batches that are made on the Ray cluster."""
     return cifar10.loader(data_set, sampler, device, augment, seed, workers, batches)

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from common.errors import one_line
 from datasets.dpex.cluster import Cluster
-from datasets.dpex.wire import Left, leave, receive, send
+from datasets.dpex.wire import MemoryHandle, memory_handle, receive, send
 
 LOSSES = 5  # failures of one worker in a row that are tolerated
 
@@ -20,9 +20,9 @@ class RemoteWorker:
     number: int
     actor: Any = None
     node: Optional[str] = None  # where the actor runs
-    asked: Any = dataclasses.field(default_factory=queue.SimpleQueue)  # (epoch, number, actor, reference, arguments)
-    received: Any = dataclasses.field(default_factory=queue.SimpleQueue)  # whether the batch that was left could be copied
-    needed: tuple[int, int] = (0, 0)  # (epoch, number) of the batch that is sent now: earlier ones have been received
+    requests: Any = dataclasses.field(default_factory=queue.SimpleQueue)  # (epoch, number, actor, reference, arguments)
+    receipts: Any = dataclasses.field(default_factory=queue.SimpleQueue)  # whether a batch could be copied
+    oldest_needed: tuple[int, int] = (0, 0)  # (epoch, number) of the batch that is sent now: earlier ones have been received
 
 
 class Pool:
@@ -31,7 +31,7 @@ class Pool:
     def __init__(self, connection: socket.socket, cluster: Cluster):
         self._connection = connection
         self._cluster = cluster
-        self._sending = threading.Lock()
+        self._send_lock = threading.Lock()
         self._lock = threading.RLock()  # guards the attributes below
         self._workers: list[RemoteWorker] = []
         self._epoch = 0
@@ -45,10 +45,12 @@ class Pool:
         }  # fmt: skip
         try:
             while True:
-                (verb, *words), packed = receive(self._connection)
+                (verb, *fields), packed = receive(self._connection)
+                if packed:
+                    fields.append(packed)
                 try:
                     with self._lock:
-                        handlers[verb](*words, *([packed] if packed else []))
+                        handlers[verb](*fields)
                 except Exception as error:  # otherwise the training process would wait for ever
                     self._fail(self._epoch, error)
         except (EOFError, OSError):
@@ -57,19 +59,19 @@ class Pool:
             self._close()
 
     def _send(self, message: tuple, packed: Sequence[Any] = ()) -> None:
-        with self._sending, contextlib.suppress(OSError):  # if the connection is closed, serve() ends
+        with self._send_lock, contextlib.suppress(OSError):  # if the connection is closed, serve() ends
             send(self._connection, message, packed)
 
     def _fail(self, epoch: Optional[int], error: BaseException) -> None:
-        self._send(("failed", epoch, _words(error)))
+        self._send(("failed", epoch, _describe(error)))
 
     def _close(self):
         with self._lock:
             self._epoch = None
             for worker in self._workers:
                 self._end(worker)
-                worker.asked.put(None)
-                worker.received.put(False)
+                worker.requests.put(None)
+                worker.receipts.put(False)
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # a thread may be sending
         self._connection.close()
@@ -90,17 +92,17 @@ class Pool:
         self._task = None
         self._task = ray.put([numpy.frombuffer(part, numpy.uint8) for part in packed])
 
-    def _begin(self, epoch: int, count: int, base_seed: int, packages: Iterable[str], leave: bool):
+    def _begin(self, epoch: int, count: int, base_seed: int, packages: Iterable[str], copies_memory: bool):
         """Begin an epoch: `count` workers copy the data set anew. Actors whose nodes are chosen again stay; others end.
 
-        `leave`: the training process copies batches out of this process, or out of the workers of a cluster of our own.
+        `copies_memory`: the training process copies batches out of this process, or out of the workers of a cluster of our own.
         """
-        self._epoch = self._begun = epoch
+        self._epoch = self._first_epoch = epoch
         self._base_seed = base_seed
         self._packages = packages
-        self._leave = leave
-        self._counts = [()] * count
-        self._places = [0] * count
+        self._copies_memory = copies_memory
+        self._earlier_counts = [()] * count
+        self._positions = [0] * count
         while len(self._workers) < count:
             self._workers.append(RemoteWorker(len(self._workers)))
             threading.Thread(target=self._deliver, args=(self._workers[-1],), daemon=True).start()
@@ -110,28 +112,33 @@ class Pool:
                 nodes.remove(worker.node)
             else:
                 self._end(worker)
-        for worker in (worker for worker in self._workers[:count] if not worker.actor):
-            self._start(worker, nodes.pop())
+        for worker in self._workers[:count]:
+            if not worker.actor:
+                self._start(worker, nodes.pop())
 
-    def _start(self, worker: Any, node: Any, again: bool = False) -> None:
-        worker.actor = self._cluster.start_worker(node, self._packages, again)
+    def _start(self, worker: Any, node: Any, is_replacement: bool = False) -> None:
+        worker.actor = self._cluster.start_worker(node, self._packages, is_replacement)
         worker.node = node
 
     def _resume(self, epoch: int):
-        self._counts = [(*before, place) for before, place in zip(self._counts, self._places)]
+        self._earlier_counts = [(*earlier, place) for earlier, place in zip(self._earlier_counts, self._positions)]
         self._epoch = epoch
-        self._places = [0] * len(self._places)
+        self._positions = [0] * len(self._positions)
 
     def _fetch(self, number: int, worker: int, packed: list):
-        where = worker, self._base_seed + worker, self._begun, self._counts[worker], self._places[worker]
-        self._places[worker] += 1
-        its = self._workers[worker]
-        left = ((self._epoch, number), its.needed) if self._leave and self._cluster.own else None
-        what = list(map(bytes, packed)), self._task, *where, left
-        its.asked.put((self._epoch, number, its.actor, its.actor.fetch.remote(what), what))
+        arguments = worker, self._base_seed + worker, self._first_epoch, self._earlier_counts[worker], self._positions[worker]
+        self._positions[worker] += 1
+        remote_worker = self._workers[worker]
+        keys = None
+        if self._copies_memory and self._cluster.is_own:
+            keys = (self._epoch, number), remote_worker.oldest_needed
+        request = list(map(bytes, packed)), self._task, *arguments, keys
+        remote_worker.requests.put(
+            (self._epoch, number, remote_worker.actor, remote_worker.actor.fetch.remote(request), request)
+        )
 
     def _note_receipt(self, worker: int, received: bool):
-        self._workers[worker].received.put(received)
+        self._workers[worker].receipts.put(received)
 
     def _deliver(self, worker: Any) -> None:
         """Send a worker's batches in the order in which they were requested. Runs in a thread for each worker."""
@@ -139,15 +146,15 @@ class Pool:
         from ray.exceptions import ActorDiedError
 
         losses = 0
-        for epoch, number, actor, reference, what in iter(worker.asked.get, None):
-            worker.needed = epoch, number
+        for epoch, number, actor, reference, request in iter(worker.requests.get, None):
+            worker.oldest_needed = epoch, number
             while epoch == self._epoch:
                 try:
                     packed = ray.get(reference)
-                    if self._leave:
-                        left = packed if isinstance(packed, Left) else leave(packed)
-                        self._send(("left", epoch, number, left, worker.number))
-                        if not worker.received.get():
+                    if self._copies_memory:
+                        handle = packed if isinstance(packed, MemoryHandle) else memory_handle(packed)
+                        self._send(("left", epoch, number, handle, worker.number))
+                        if not worker.receipts.get():
                             raise ActorDiedError
                     else:
                         self._send(("batch", epoch, number), packed)
@@ -159,36 +166,41 @@ class Pool:
                             if epoch != self._epoch:
                                 break
                             losses += 1
-                            actor, is_new = self._actor_for_another_try(worker, actor, error, losses)
-                            reference = actor.fetch.remote(what)
-                    except Exception as hopeless:
+                            actor, is_new = self._actor_for_retry(worker, actor, error, losses)
+                            reference = actor.fetch.remote(request)
+                    except Exception as final_error:
                         losses = 0
-                        self._fail(epoch, hopeless)
+                        self._fail(epoch, final_error)
                         break
                     if is_new:
-                        self._send(("lost", epoch, worker.number, _words(error)))
-            packed = reference = what = None  # else the object store would keep them until the next batch
+                        self._send(("lost", epoch, worker.number, _describe(error)))
+            packed = reference = request = None  # else the object store would keep them until the next batch
 
-    def _actor_for_another_try(self, worker: Any, actor: Any, error: Exception, losses: int) -> tuple[Any, bool]:
+    def _actor_for_retry(self, worker: Any, actor: Any, error: Exception, losses: int) -> tuple[Any, bool]:
         """Return (the actor that makes the batch again, whether it is new). A lost worker is replaced, on another node if
         possible; if the object store lost the batch or is full, the worker stays. Else, or after LOSSES, raise the error."""
-        import ray.exceptions as known
+        from ray import exceptions
 
-        of_the_batch = (known.ObjectLostError, known.ObjectStoreFullError, known.OutOfDiskError, known.ObjectFetchTimedOutError)
-        cause = error.cause if isinstance(error, known.RayTaskError) else error
-        if losses > LOSSES or not isinstance(cause, known.RayError) or isinstance(cause, known.RuntimeEnvSetupError):
+        batch_errors = (
+            exceptions.ObjectLostError,
+            exceptions.ObjectStoreFullError,
+            exceptions.OutOfDiskError,
+            exceptions.ObjectFetchTimedOutError,
+        )
+        cause = error.cause if isinstance(error, exceptions.RayTaskError) else error
+        if losses > LOSSES or not isinstance(cause, exceptions.RayError) or isinstance(cause, exceptions.RuntimeEnvSetupError):
             if worker.actor is actor:
                 self._end(worker)  # the next epoch starts another one
             raise error
-        is_lost = not isinstance(cause, of_the_batch) and worker.actor is actor
+        is_lost = not isinstance(cause, batch_errors) and worker.actor is actor
         if is_lost:
             node = worker.node
             self._end(worker)
             nodes = self._cluster.choose_nodes(len(self._workers), avoid=node)
-            self._start(worker, nodes[worker.number], again=True)
+            self._start(worker, nodes[worker.number], is_replacement=True)
         return worker.actor, is_lost
 
 
-def _words(error: BaseException) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {one_line(first)[:300]}"
+def _describe(error: BaseException) -> str:
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {one_line(first_line)[:300]}"

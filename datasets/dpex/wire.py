@@ -19,34 +19,38 @@ import numpy as np
 LENGTH = struct.Struct("!Q")
 
 
-class PackedBatch(NamedTuple):
+class PackedValue(NamedTuple):
     parts: list  # the pickle, and the buffers that it leaves out
     modules: set[str]  # names of the modules that unpickling needs
 
 
-def pack(value: object) -> PackedBatch:
+def pack(value: object) -> PackedValue:
+    """Pickle a value. The bytes of each tensor and array in it are a part of their own."""
     import torch
     from ray import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
-        def reducer_override(self, thing: Any) -> Any:
-            module = getattr(thing, "__module__", None) if isinstance(thing, NAMED) else type(thing).__module__
+        def reducer_override(self, obj: Any) -> Any:
+            module = getattr(obj, "__module__", None) if isinstance(obj, TYPES_WITH_MODULE) else type(obj).__module__
             modules.add(module)
-            if type(thing) in (torch.TypedStorage, torch.UntypedStorage):  # torch would embed a file of torch.save()
-                content = torch.empty(0, dtype=torch.uint8).set_(getattr(thing, "_untyped_storage", thing))
-                return _stored, (content.numpy(), getattr(thing, "dtype", torch.uint8))
-            if type(thing) is torch.Tensor and _is_a_part(thing):
-                return thing.clone().__reduce_ex__(5)
-            return super().reducer_override(thing)
+            if type(obj) in (torch.TypedStorage, torch.UntypedStorage):  # torch would embed a file of torch.save()
+                content = torch.empty(0, dtype=torch.uint8).set_(getattr(obj, "_untyped_storage", obj))
+                return _restore_storage, (content.numpy(), getattr(obj, "dtype", torch.uint8))
+            if type(obj) is torch.Tensor and _is_partial(obj):
+                return obj.clone().__reduce_ex__(5)
+            return super().reducer_override(obj)
 
     modules = set()
     buffers = []
     file = io.BytesIO()
     Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
-    return PackedBatch([file.getvalue(), *(buffer.raw() for buffer in buffers)], modules)
+    return PackedValue([file.getvalue(), *(buffer.raw() for buffer in buffers)], modules)
 
 
-NAMED = (type, type(pack))  # classes and functions have a __module__ of their own; for other objects the class's counts
+TYPES_WITH_MODULE = (
+    type,
+    type(pack),
+)  # classes and functions have a __module__ of their own; for other objects the class's counts
 
 
 def unpack(parts: Sequence) -> Any:
@@ -54,13 +58,15 @@ def unpack(parts: Sequence) -> Any:
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
-def _is_a_part(tensor: Any) -> bool:
+def _is_partial(tensor: Any) -> bool:
     """Return whether the tensor is a part of a larger storage, all of which would be pickled."""
-    plain = str(tensor.layout) == "torch.strided" and not tensor.is_nested
-    return plain and tensor.nbytes < tensor.untyped_storage().nbytes()
+    import torch
+
+    is_dense = tensor.layout == torch.strided and not tensor.is_nested
+    return is_dense and tensor.nbytes < tensor.untyped_storage().nbytes()
 
 
-def _stored(content: object, dtype: object) -> Any:
+def _restore_storage(content: object, dtype: object) -> Any:
     import torch
 
     return torch.TypedStorage(wrap_storage=torch.from_numpy(content).untyped_storage(), dtype=dtype, _internal=True)
@@ -87,47 +93,48 @@ def send(connection: socket.socket, message: object, parts: Sequence = ()) -> No
 
 def receive(connection: socket.socket) -> tuple[Any, list[memoryview]]:
     """Wait for the next message and return it with its parts; EOFError if the connection was closed."""
-    (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
-    message, lengths = pickle.loads(_read(connection, length))
-    return message, [_read(connection, length) for length in lengths]
+    (length,) = LENGTH.unpack(_receive_bytes(connection, LENGTH.size))
+    message, lengths = pickle.loads(_receive_bytes(connection, length))
+    return message, [_receive_bytes(connection, length) for length in lengths]
 
 
-def _read(connection: socket.socket, length: int) -> Any:
-    return _filled(length, lambda missing: connection.recv_into(missing, 0, socket.MSG_WAITALL))
+def _receive_bytes(connection: socket.socket, length: int) -> Any:
+    return _read_fully(length, lambda buffer: connection.recv_into(buffer, 0, socket.MSG_WAITALL))
 
 
-def _filled(length: int, read_into: Callable[[Any], int]) -> Any:
+def _read_fully(length: int, read_into: Callable[[Any], int]) -> Any:
     content = np.empty(length, np.uint8).data
-    missing = content
-    while len(missing):
-        arrived = read_into(missing)
-        if not arrived:
+    remaining = content
+    while len(remaining):
+        count = read_into(remaining)
+        if not count:
             raise EOFError
-        missing = missing[arrived:]
+        remaining = remaining[count:]
     return content
 
 
-class Left(NamedTuple):
+class MemoryHandle(NamedTuple):
     """The parts of a packed value that stay in the memory of a process until their receiver says that it has copied them."""
 
-    process: int
-    places: list[tuple[int, int]]  # (address, length)
+    pid: int
+    regions: list[tuple[int, int]]  # (address, length)
 
 
-def leave(parts: Sequence[np.ndarray]) -> Left:
-    return Left(os.getpid(), [(part.ctypes.data, part.nbytes) for part in parts])
+def memory_handle(parts: Sequence[np.ndarray]) -> MemoryHandle:
+    """Return where the parts lie in this process, which has to keep them until they are copied."""
+    return MemoryHandle(os.getpid(), [(part.ctypes.data, part.nbytes) for part in parts])
 
 
-def copy(left: Left) -> list[memoryview]:
+def copy_parts(handle: MemoryHandle) -> list[memoryview]:
     """Return copies of the parts; OSError or EOFError if the process has ended or does not show its memory."""
     parts = []
-    with memory_of(left.process) as memory:
-        for address, length in left.places:
+    with open_memory(handle.pid) as memory:
+        for address, length in handle.regions:
             memory.seek(address)
-            parts.append(_filled(length, memory.readinto))
+            parts.append(_read_fully(length, memory.readinto))
     return parts
 
 
-def memory_of(process: int) -> io.FileIO:
+def open_memory(pid: int) -> io.FileIO:
     """Open the memory of a process; OSError if it has ended or the system does not allow it."""
-    return io.FileIO(f"/proc/{process}/mem")
+    return io.FileIO(f"/proc/{pid}/mem")

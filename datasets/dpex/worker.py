@@ -13,60 +13,67 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from datasets.dpex.wire import Left, leave, pack, unpack
+from datasets.dpex.wire import MemoryHandle, memory_handle, pack, unpack
 from datasets.processes import collate_in_own_memory
 
-OTHER = 1_000_003  # far from other workers' seeds in the lower 32 bits, which are all that torch's CPU generator uses
+SEED_STRIDE = 1_000_003  # far from other workers' seeds in the lower 32 bits, which are all that torch's CPU generator uses
 
 
-class End:
+class EndOfStream:
     """Sent in place of a batch when this worker's IterableDataset has no more samples."""
 
 
 class LoaderWorker:
-    """Makes batches on request. Each request is complete in itself, because the worker may replace a lost one (`again`)."""
+    """Makes batches on request. Each request is complete in itself, because the worker may replace a lost one."""
 
-    def __init__(self, again: bool):
-        self._again = again
+    def __init__(self, is_replacement: bool):
+        self._is_replacement = is_replacement
         self._epoch = None
         self._is_stream = self._is_collated = False
-        self._left: dict[tuple[int, int], list] = {}  # {(epoch, number): a batch that the training process copies from here}
+        self._kept_batches: dict[
+            tuple[int, int], list
+        ] = {}  # {(epoch, number): a batch that the training process copies from here}
         torch.set_num_threads(1)
         collate_in_own_memory()
 
     def fetch(
-        self, index: list, task: Callable, worker: int, seed: int, epoch: int, counts: tuple[int, ...], place: int,
-        left: Optional[tuple[tuple[int, int], tuple[int, int]]] = None,
-    ) -> Union[list, Left]:  # fmt: skip
+        self, index: list, task: Callable, worker: int, seed: int, epoch: int, earlier_counts: tuple[int, ...], position: int,
+        keys: Optional[tuple[tuple[int, int], tuple[int, int]]] = None,
+    ) -> Union[list, MemoryHandle]:  # fmt: skip
         """Return a batch, an ExceptionWrapper with the error, or End; packed.
 
-        A new `epoch` begins with a new copy of the data set, which `task()` returns. `counts`: how many batches each earlier
-        pass over this copy has requested; `place`: how many the present pass has. Only an IterableDataset needs them.
-        `left`: keep the batch in this process and return where it lies: (its key, the least key that is still needed).
+        A new `epoch` begins with a new copy of the data set, which `task()` returns. `earlier_counts`: how many batches each
+        earlier pass over this copy has requested; `position`: how many the present pass has. Only an IterableDataset needs
+        them. `keys`: (key of this batch, least key still needed): keep the batch in this process and return where it lies.
         """
         if is_new := epoch != self._epoch:
             self._epoch = epoch
-            self._draws_anew = self._again
-            self._again = False
-        if is_new or (self._is_stream and (len(counts), place) < self._place):
-            self._place = 0, 0
-            self._failed = self._attempt(self._begin, task, worker, seed)
-        batch = self._failed or self._attempt(self._next, unpack(list(map(bytearray, index))), counts, place)
+            self._uses_new_seed = self._is_replacement
+            self._is_replacement = False
+        if is_new or (self._is_stream and (len(earlier_counts), position) < self._position):
+            self._position = 0, 0
+            self._begin_error = self._attempt(self._begin, task, worker, seed)
+        batch = self._begin_error or self._attempt(
+            self._next_batch, unpack(list(map(bytearray, index))), earlier_counts, position
+        )
         try:
             parts = pack(batch).parts
         except Exception:
-            parts = pack(self._wrapped()).parts
+            parts = pack(self._wrap_error()).parts
         parts = [np.frombuffer(part, np.uint8) for part in parts]
-        if left is None:
+        if keys is None:
             return parts
         if not self._is_collated:
             parts = [part.copy() for part in parts]  # the data set may write into its own
-        key, needed = left
-        self._left = {one: its for one, its in self._left.items() if one >= needed}
-        self._left[key] = parts
-        return leave(parts)
+        key, oldest_needed = keys
+        self._kept_batches = {
+            kept_key: kept_parts for kept_key, kept_parts in self._kept_batches.items() if kept_key >= oldest_needed
+        }
+        self._kept_batches[key] = parts
+        return memory_handle(parts)
 
     def _begin(self, task: Callable[[], Any], worker: int, seed: int) -> None:
+        """Copy the data set, seed this process, call worker_init_fn and start the first pass."""
         self._worker = worker
         # The worker has its own copy, because a data set may write to itself; the object store's is shared by all workers.
         self._task = unpack(list(map(bytearray, task())))
@@ -75,7 +82,7 @@ class LoaderWorker:
         with contextlib.suppress(OSError):
             os.chdir(self._task["folder"])  # paths in the data set may be relative
         # A replacement repeats a stream with the same seed. For other data sets it must not repeat the lost worker's draws.
-        self._seed(seed if self._is_stream or not self._draws_anew else seed + OTHER * os.getpid())
+        self._seed(seed if self._is_stream or not self._uses_new_seed else seed + SEED_STRIDE * os.getpid())
         if self._task["worker_init_fn"]:
             self._task["worker_init_fn"](worker)
         self._start_pass()
@@ -95,19 +102,19 @@ class LoaderWorker:
             task["kind"], task["dataset"], task["auto_collation"], task["collate_fn"], task["drop_last"]
         )
 
-    def _next(self, index: object, counts: Sequence[int], place: int) -> Any:
-        for count in counts[self._place[0] :]:
+    def _next_batch(self, index: object, earlier_counts: Sequence[int], position: int) -> Any:
+        for count in earlier_counts[self._position[0] :]:
             self._catch_up(count)
             self._start_pass()
-            self._place = self._place[0] + 1, 0
-        self._catch_up(place)
-        self._place = len(counts), place + 1
+            self._position = self._position[0] + 1, 0
+        self._catch_up(position)
+        self._position = len(earlier_counts), position + 1
         return self._fetcher.fetch(index)
 
-    def _catch_up(self, place: int) -> None:
-        """Skip an IterableDataset's batches before `place`, and their errors. For other data sets, do nothing."""
-        while self._is_stream and self._place[1] < place:
-            self._place = self._place[0], self._place[1] + 1
+    def _catch_up(self, position: int) -> None:
+        """Skip an IterableDataset's batches before `position`, and their errors. For other data sets, do nothing."""
+        while self._is_stream and self._position[1] < position:
+            self._position = self._position[0], self._position[1] + 1
             with contextlib.suppress(Exception):
                 self._fetcher.fetch(self._task["any_index"])
 
@@ -115,9 +122,9 @@ class LoaderWorker:
         try:
             return action(*arguments)
         except StopIteration:
-            return End() if self._is_stream else self._wrapped()
+            return EndOfStream() if self._is_stream else self._wrap_error()
         except Exception:
-            return self._wrapped()
+            return self._wrap_error()
 
-    def _wrapped(self):
+    def _wrap_error(self):
         return ExceptionWrapper(where=f"in DataLoader worker process {self._worker} (Ray, {socket.gethostname()})")

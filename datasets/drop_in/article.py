@@ -20,7 +20,7 @@ import torch
 
 from common import devices
 from datasets.dali import need_dali
-from datasets.loader import ahead
+from datasets.loader import read_ahead
 
 READER = "Reader"  # the name that the article's scripts ask for: pipe.epoch_size("Reader")
 # Bytes that nvJPEG needs for the largest photographs of ImageNet.
@@ -39,7 +39,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def computes_on() -> torch.device:
+def compute_device() -> torch.device:
+    """Return this process's accelerator, or the CPU if there is none."""
     return devices.current() if devices.available() else torch.device("cpu")
 
 
@@ -47,19 +48,23 @@ class _Place:
     """Where a pipeline decodes and where it runs the other operators. Prints the choice."""
 
     def __init__(self, device_id: Optional[int], dali_cpu: bool) -> None:
-        self.device_id = device_id if devices.is_nvidia(computes_on()) else None
+        self.device_id = device_id if devices.is_nvidia(compute_device()) else None
         has_gpu = self.device_id is not None
         self.rest = "gpu" if has_gpu and not dali_cpu else "cpu"
-        mixed = self.rest == "gpu"
-        self.decoder: dict[str, Any] = {"device": "mixed" if mixed else "cpu"}
-        padding = (DEVICE_PADDING, HOST_PADDING) if mixed else (0, 0)
+        decodes_on_gpu = self.rest == "gpu"
+        self.decoder: dict[str, Any] = {"device": "mixed" if decodes_on_gpu else "cpu"}
+        padding = (DEVICE_PADDING, HOST_PADDING) if decodes_on_gpu else (0, 0)
         self.padding: dict[str, Any] = dict(zip(("device_memory_padding", "host_memory_padding"), padding))
-        why = "" if has_gpu or dali_cpu else ", on the CPU, as there is no GPU"
-        print(f'DALI "{"cpu" if dali_cpu else "gpu"}" variant{why}')
+        variant = "cpu" if dali_cpu else "gpu"
+        note = ""
+        if not has_gpu and not dali_cpu:
+            note = ", on the CPU, as there is no GPU"
+        print(f'DALI "{variant}" variant{note}')
 
 
 @functools.cache
 def _pipelines() -> dict[str, type]:
+    """Return {name: class} of both pipelines; UserError if DALI is missing."""
     need_dali()
     from nvidia.dali import fn, types
     from nvidia.dali.pipeline import Pipeline
@@ -81,6 +86,7 @@ def _pipelines() -> dict[str, type]:
 
 
 def _train_pipeline(base: type) -> type:
+    """Return the class HybridTrainPipe, a subclass of `base`."""
     from nvidia.dali import fn, types
 
     class HybridTrainPipe(base):
@@ -93,7 +99,7 @@ def _train_pipeline(base: type) -> type:
         ) -> None:  # fmt: skip
             self._place = _Place(device_id, dali_cpu)
             super().__init__(batch_size, num_threads, self._place.device_id)  # no seed: another order in each run
-            self._files = _files(data_dir, local_rank, world_size, random_shuffle=shuffle)
+            self._files = _reader_options(data_dir, local_rank, world_size, random_shuffle=shuffle)
             self._crop = crop
             self._area = [min_crop_size, 1.0]
             self._normalise = None if dali_cpu else _normalisation(mean, std, crop, fp16)
@@ -114,6 +120,7 @@ def _train_pipeline(base: type) -> type:
 
 
 def _val_pipeline(base: type) -> type:
+    """Return the class HybridValPipe, a subclass of `base`."""
     from nvidia.dali import fn, types
 
     class HybridValPipe(base):
@@ -126,7 +133,7 @@ def _val_pipeline(base: type) -> type:
         ) -> None:  # fmt: skip
             self._place = _Place(device_id, dali_cpu)
             super().__init__(batch_size, num_threads, self._place.device_id)
-            self._files = _files(data_dir, local_rank, world_size, random_shuffle=shuffle, initial_fill=1)
+            self._files = _reader_options(data_dir, local_rank, world_size, random_shuffle=shuffle, initial_fill=1)
             self._crop = crop
             self._size = size
             self._normalise = None if dali_cpu else _normalisation(mean, std, crop, fp16)
@@ -142,9 +149,9 @@ def _val_pipeline(base: type) -> type:
     return HybridValPipe
 
 
-def _files(data_dir: str, local_rank: int, world_size: int, **how: Any) -> dict[str, Any]:
+def _reader_options(data_dir: str, local_rank: int, world_size: int, **options: Any) -> dict[str, Any]:
     """Return options of DALI's file reader. It fills up a shard with copies of the last sample; our iterators drop them."""
-    return {"file_root": data_dir, "shard_id": local_rank, "num_shards": world_size, "pad_last_batch": True, **how}
+    return {"file_root": data_dir, "shard_id": local_rank, "num_shards": world_size, "pad_last_batch": True, **options}
 
 
 def _normalisation(mean: Sequence[float], std: Sequence[float], crop: int, fp16: bool) -> dict[str, Any]:
@@ -164,16 +171,16 @@ class DaliIterator:
     `size`: number of samples of this shard in an epoch. Other arguments, such as those of DaliIteratorCPU, are ignored.
     """
 
-    def __init__(self, pipelines: Any, size: float, **_others: Any) -> None:
+    def __init__(self, pipelines: Any, size: float, **_kwargs: Any) -> None:
         from nvidia.dali.plugin.base_iterator import LastBatchPolicy
         from nvidia.dali.plugin.pytorch import DALIClassificationIterator
 
         pipelines = list(pipelines) if isinstance(pipelines, (list, tuple)) else [pipelines]
-        first = pipelines[0]
+        pipeline = pipelines[0]
         self._size = math.ceil(size)
-        self._batch_size = first.max_batch_size
-        how: dict[str, Any] = {"last_batch_policy": LastBatchPolicy.PARTIAL, **_ends(first, self._size)}
-        self._dali_iterator = DALIClassificationIterator(pipelines, **how)
+        self._batch_size = pipeline.max_batch_size
+        options: dict[str, Any] = {"last_batch_policy": LastBatchPolicy.PARTIAL, **_end_options(pipeline, self._size)}
+        self._dali_iterator = DALIClassificationIterator(pipelines, **options)
 
     def __iter__(self) -> "DaliIterator":
         return self
@@ -185,7 +192,7 @@ class DaliIterator:
         return _next(self._dali_iterator)
 
 
-def _ends(pipeline: Any, size: int) -> dict[str, Any]:
+def _end_options(pipeline: Any, size: int) -> dict[str, Any]:
     """Return the arguments that end an epoch of DALI's iterator: reader_name if its shard has `size` samples, else `size`."""
     reader = pipeline.reader_meta().get(READER)
     if reader and size == math.ceil(reader["epoch_size"] / reader["number_of_shards"]):
@@ -218,31 +225,31 @@ class DaliIteratorCPU(DaliIterator):
     ) -> None:  # fmt: skip
         super().__init__(**kwargs)
         print("Using DALI CPU iterator")
-        self._epoch: Any = None  # the iterator over the present epoch's batches; None between epochs
-        self._device = computes_on()
-        self._how = (self._device, torch.float16 if fp16 else torch.float32, mean, std, pin_memory)
+        self._epoch_batches: Any = None  # the iterator over the present epoch's batches; None between epochs
+        self._device = compute_device()
+        self._preparation = (self._device, torch.float16 if fp16 else torch.float32, mean, std, pin_memory)
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._epoch is None:
-            batches = _normalised(self._dali_iterator, *self._how)
-            self._epoch = ahead(batches, AHEAD) if self._has_thread else batches
+        if self._epoch_batches is None:
+            batches = _normalised(self._dali_iterator, *self._preparation)
+            self._epoch_batches = read_ahead(batches, AHEAD) if self._has_thread else batches
         try:
-            images, labels, ready = next(self._epoch)
+            images, labels, event = next(self._epoch_batches)
         except BaseException:  # the end of the epoch, or an error of the thread, which has ended
-            self._epoch = None
+            self._epoch_batches = None
             raise
-        if ready:
+        if event:
             stream = devices.current_stream(self._device)
-            stream.wait_event(ready)
+            stream.wait_event(event)
             for tensor in (images, labels):
                 tensor.record_stream(stream)
         return images, labels
 
     def close(self) -> None:
         """End the thread, as deleting the iterator does. Batches that it has loaded ahead are lost."""
-        if self._epoch is not None:
-            self._epoch.close()
-            self._epoch = None
+        if self._epoch_batches is not None:
+            self._epoch_batches.close()
+            self._epoch_batches = None
 
 
 class DaliIteratorCPUNoPrefetch(DaliIteratorCPU):
@@ -266,7 +273,7 @@ def _normalised(
     devices.use(device)
     stream = devices.side_stream(device)
     with devices.on_stream(stream):
-        of_channels = [torch.tensor(value, dtype=dtype).view(1, 3, 1, 1).to(device) for value in (mean, std)]
+        means, stds = (torch.tensor(value, dtype=dtype).view(1, 3, 1, 1).to(device) for value in (mean, std))
     while True:
         with devices.on_stream(stream):
             try:
@@ -274,6 +281,6 @@ def _normalised(
             except StopIteration:
                 return
             images = devices.to_device(images, device, pin=pin_memory)
-            images = images.permute(0, 3, 1, 2).to(dtype).sub_(of_channels[0]).div_(of_channels[1])
+            images = images.permute(0, 3, 1, 2).to(dtype).sub_(means).div_(stds)
             labels = devices.to_device(labels, device, pin=pin_memory)
         yield images, labels, devices.record_event(stream) if stream else None

@@ -15,7 +15,7 @@ import torch
 
 from common import devices
 from datasets import imagenet, kspeed
-from datasets.drop_in.article import computes_on
+from datasets.drop_in.article import compute_device
 from datasets.loader import Loader
 from datasets.photos import tree
 from datasets.photos.files import MEGAPIXELS
@@ -26,7 +26,7 @@ from datasets.synthetic import ColouredNoise
 # The five of Alibaba's document, then those of NVIDIA's script that it patches.
 DATA_BACKEND_CHOICES = ["pytorch", "syntetic", "kspeed", "dali-kspeed", "dali", "synthetic", "dali-gpu", "dali-cpu"]
 
-Get = Callable[..., tuple["EpochLoader", int]]
+GetLoader = Callable[..., tuple["EpochLoader", int]]
 
 
 class EpochLoader:
@@ -46,11 +46,15 @@ class EpochLoader:
         if isinstance(self._sampler, EpochSampler):
             self._sampler.start_at(self.epoch, 0)
         for images, targets in self._loader:
-            yield images, torch.nn.functional.one_hot(targets, self._num_classes).float() if self._one_hot else targets
+            if self._one_hot:
+                targets = torch.nn.functional.one_hot(targets, self._num_classes).float()
+            yield images, targets
         self.epoch += 1
 
 
-def _train_loader(backend: str, decode_on_gpu: Optional[bool] = None) -> Get:
+def _train_loader_getter(backend: str, decode_on_gpu: Optional[bool] = None) -> GetLoader:
+    """Return a function with the signature of NVIDIA's get_*_train_loader() for this --data_backend."""
+
     def get(
         data_path: str, image_size: int, batch_size: int, num_classes: int, one_hot: bool, interpolation: str = "bilinear",
         augmentation: Optional[str] = None, start_epoch: int = 0, workers: int = 5, _worker_init_fn: Optional[Callable] = None,
@@ -66,7 +70,9 @@ def _train_loader(backend: str, decode_on_gpu: Optional[bool] = None) -> Get:
     return get
 
 
-def _val_loader(backend: str, decode_on_gpu: Optional[bool] = None) -> Get:
+def _val_loader_getter(backend: str, decode_on_gpu: Optional[bool] = None) -> GetLoader:
+    """Return a function with the signature of NVIDIA's get_*_val_loader() for this --data_backend."""
+
     def get(
         data_path: str, image_size: int, batch_size: int, num_classes: int, one_hot: bool, interpolation: str = "bilinear",
         workers: int = 5, _worker_init_fn: Optional[Callable] = None, crop_padding: int = 32,
@@ -82,30 +88,34 @@ def _val_loader(backend: str, decode_on_gpu: Optional[bool] = None) -> Get:
     return get
 
 
-get_pytorch_train_loader = _train_loader("pytorch")
-get_pytorch_val_loader = _val_loader("pytorch")
-get_kspeed_train_loader = _train_loader("kspeed")
-get_kspeed_val_loader = _val_loader("kspeed")
+get_pytorch_train_loader = _train_loader_getter("pytorch")
+get_pytorch_val_loader = _val_loader_getter("pytorch")
+get_kspeed_train_loader = _train_loader_getter("kspeed")
+get_kspeed_val_loader = _val_loader_getter("kspeed")
 
 
-def get_dali_train_loader(dali_cpu: bool = False) -> Get:
-    return _train_loader("dali-cpu" if dali_cpu else "dali-gpu")
+def get_dali_train_loader(dali_cpu: bool = False) -> GetLoader:
+    """Return a function that makes a training loader of DALI, as NVIDIA's script has it."""
+    return _train_loader_getter("dali-cpu" if dali_cpu else "dali-gpu")
 
 
-def get_dali_val_loader(dali_cpu: bool = False) -> Get:
-    return _val_loader("dali-cpu" if dali_cpu else "dali-gpu")
+def get_dali_val_loader(dali_cpu: bool = False) -> GetLoader:
+    """Return a function that makes a validation loader of DALI, as NVIDIA's script has it."""
+    return _val_loader_getter("dali-cpu" if dali_cpu else "dali-gpu")
 
 
-def get_dali_kspeed_train_loader(dali_cpu: bool = False, kspeed: bool = True) -> Get:
-    return _train_loader("dali-kspeed", _decodes_on_gpu(dali_cpu)) if kspeed else get_dali_train_loader(dali_cpu)
+def get_dali_kspeed_train_loader(dali_cpu: bool = False, kspeed: bool = True) -> GetLoader:
+    """Return a function that makes a training loader of DALI, through the cache if `kspeed`."""
+    return _train_loader_getter("dali-kspeed", _decodes_on_gpu(dali_cpu)) if kspeed else get_dali_train_loader(dali_cpu)
 
 
-def get_dali_kspeed_val_loader(dali_cpu: bool = False, kspeed: bool = True) -> Get:
-    return _val_loader("dali-kspeed", _decodes_on_gpu(dali_cpu)) if kspeed else get_dali_val_loader(dali_cpu)
+def get_dali_kspeed_val_loader(dali_cpu: bool = False, kspeed: bool = True) -> GetLoader:
+    """Return a function that makes a validation loader of DALI, through the cache if `kspeed`."""
+    return _val_loader_getter("dali-kspeed", _decodes_on_gpu(dali_cpu)) if kspeed else get_dali_val_loader(dali_cpu)
 
 
 def _decodes_on_gpu(dali_cpu: bool) -> bool:
-    return not dali_cpu and devices.is_nvidia(computes_on())
+    return not dali_cpu and devices.is_nvidia(compute_device())
 
 
 def get_synthetic_loader(
@@ -137,9 +147,9 @@ def _sharded(
     data_set: imagenet.DataSet, sampler: Sampler, workers: int, backend: str, prefetch: int, layout: torch.memory_format,
     decode_on_gpu: Optional[bool] = None,
 ) -> Loader:  # fmt: skip
-    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if grouped:
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if has_group:
         sampler.shard(torch.distributed.get_rank(), torch.distributed.get_world_size())
     return imagenet.loader(
-        data_set, sampler, computes_on(), workers, backend, prefetch=prefetch, layout=layout, decode_on_gpu=decode_on_gpu
+        data_set, sampler, compute_device(), workers, backend, prefetch=prefetch, layout=layout, decode_on_gpu=decode_on_gpu
     )

@@ -10,7 +10,8 @@ from typing import Optional
 
 from common.arguments import YES_OR_NO, boolean
 
-FIRST_WORD = ("--data_url", "--recipe=nvidia")
+FOLDER_OPTION = "--data_url"
+RECIPE = "--recipe=nvidia"
 
 # {their option: ours}. Each has a value. Dashes in the names count as underscores, except at the beginning.
 NAMES = {
@@ -28,7 +29,7 @@ FLAGS = {
 }  # fmt: skip
 
 # {their option: the remark that explains why it has no effect}. Options of the first table have a value.
-NOTHING_WITH_A_VALUE = {
+NO_EFFECT_WITH_VALUE = {
     "--jit": "TorchScript is not used here: --compile true makes the network faster",
     "--checkpoint_filename": "checkpoints have the number of their samples as names, and an epoch's weights are epoch_N.pth",
     "--topk": "the accuracy of the first five classes is always measured as well",
@@ -39,7 +40,7 @@ NOTHING_WITH_A_VALUE = {
     "--gpu_affinity": "what starts the ranks can bind them to cores, as srun --cpu-bind does",
     "-c": "the only kind of ResNet here is torchvision's, which is ResNet v1.5",
 }
-NOTHING = {
+NO_EFFECT = {
     "--pretrained": "give --weights pretrained, or --weights FILE",
     "--test": "for a run of few steps give --max_steps 10",
 }
@@ -51,58 +52,64 @@ BARE_VALUES = {"--prof": "100"}  # the article's --prof has no number
 
 def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Translate NVIDIA's and the article's options: return (words for `parser`, remarks on options that have no effect)."""
-    given = []
+    translated = []
     remarks = []
     words = list(reversed(argv))
     names = {_split(word)[0] for word in argv}
-    first = FIRST_WORD[0] not in names
+    needs_folder = FOLDER_OPTION not in names
     while words:
         word = words.pop()
         name, value = _split(word)
-        if name in MAY_BE_UNSET and UNSET in (value, None if value or not words else words[-1]):
-            _value(value, words)
+        next_word = words[-1] if words else None
+        if name in MAY_BE_UNSET and (value or next_word) == UNSET:
+            _take_value(value, words)
         elif name in NAMES:
-            value = _value(value, words)
-            given.append(NAMES[name] if value is None else f"{NAMES[name]}={value}")
+            value = _take_value(value, words)
+            translated.append(NAMES[name] if value is None else f"{NAMES[name]}={value}")
         elif name in FLAGS:
-            wanted = _spelled_out(value, words)
-            if wanted is None:
-                given.append(word)  # argparse will refuse it
-            elif wanted and WEAKER.get(name) not in names:
-                given.append(FLAGS[name])
-        elif name in NOTHING or name in NOTHING_WITH_A_VALUE:
-            (_value if name in NOTHING_WITH_A_VALUE else _spelled_out)(value, words)
-            remarks.append(f"{word.partition('=')[0]} has no effect: {(NOTHING | NOTHING_WITH_A_VALUE)[name]}")
+            is_set = _take_flag(value, words)
+            if is_set is None:
+                translated.append(word)  # argparse will refuse it
+            elif is_set and WEAKER.get(name) not in names:
+                translated.append(FLAGS[name])
+        elif name in NO_EFFECT or name in NO_EFFECT_WITH_VALUE:
+            if name in NO_EFFECT_WITH_VALUE:
+                _take_value(value, words)
+            else:
+                _take_flag(value, words)
+            remarks.append(f"{word.partition('=')[0]} has no effect: {(NO_EFFECT | NO_EFFECT_WITH_VALUE)[name]}")
         elif name in BARE_VALUES and value is None and (not words or words[-1].startswith("--")):
-            given.append(f"{name}={BARE_VALUES[name]}")
+            translated.append(f"{name}={BARE_VALUES[name]}")
         elif word.startswith("-"):
-            given.append(word)
+            translated.append(word)
             if value is None and _takes_next(parser, name, words):
-                given.append(words.pop())
-        elif first:
-            first = False
-            given += [f"{FIRST_WORD[0]}={word}", *(() if "--recipe" in names else FIRST_WORD[1:])]
+                translated.append(words.pop())
+        elif needs_folder:
+            needs_folder = False
+            translated.append(f"{FOLDER_OPTION}={word}")
+            if "--recipe" not in names:
+                translated.append(RECIPE)
         else:
-            given.append(word)
-    return given, remarks
+            translated.append(word)
+    return translated, remarks
 
 
 def _split(word: str) -> tuple[str, Optional[str]]:
     """Split --name=value, or -jVALUE if NAMES has -j, into (name, value or None). Dashes in long names become underscores."""
-    if short := re.fullmatch(r"(-[A-Za-z])=?(.+)", word, re.S):
-        return (short[1], short[2]) if short[1] in NAMES else (word, None)
+    if match := re.fullmatch(r"(-[A-Za-z])=?(.+)", word, re.S):
+        return (match[1], match[2]) if match[1] in NAMES else (word, None)
     name, equals, value = word.partition("=")
     return ("--" + name[2:].replace("-", "_") if name.startswith("--") else name), value if equals else None
 
 
-def _value(value: Optional[str], words: list[str]) -> Optional[str]:
+def _take_value(value: Optional[str], words: list[str]) -> Optional[str]:
     """Return `value` if given, else the next word, taken off `words`; None if there is no next word or it begins with --."""
     if value is None and words and not words[-1].startswith("--"):
         return words.pop()
     return value
 
 
-def _spelled_out(value: Optional[str], words: list[str]) -> Optional[bool]:
+def _take_flag(value: Optional[str], words: list[str]) -> Optional[bool]:
     """Return whether a flag is set: by `value`, else by a yes or no taken off `words`, else True. None for another `value`."""
     if value is None and words and words[-1].strip().lower() in YES_OR_NO:
         value = words.pop()

@@ -71,6 +71,7 @@ class SampleCache:
         return bool(self._fleet().delete(self.values.hashed(key)[0]))
 
     def status(self) -> dict[Server, Optional[dict[str, Any]]]:
+        """Return {server: memcached's statistics}, with None for a server that does not answer."""
         statistics = {}
         for client in self._fleet().clients.values():
             client.socket_module.begin()

@@ -5,7 +5,6 @@
 instead of torchvision's ImageFolder. KSpeedCallable uses the vendor's own package where that is installed.
 """
 
-import collections
 import functools
 import io
 import os
@@ -43,6 +42,7 @@ class KSpeedFolder:
         self.cache = samples.open_cache(iplist, user, password)
 
     def getBIN(self, path: str) -> bytes:
+        """Return the file's bytes, from the cache if it has them."""
         return samples.read_through(self.cache, self.root, path)
 
     def getPIL(self, path: str) -> "Image.Image":
@@ -51,16 +51,19 @@ class KSpeedFolder:
             return picture.convert("RGB")
 
     def size(self, path: str) -> int:
+        """Return the file's size in bytes."""
         return os.stat(path).st_size
 
     def preload(self, paths: Sequence[str]) -> None:
         """Put the files into the cache, in self.workers threads (0: samples.THREADS). Those that cannot be read are skipped."""
         put = functools.partial(samples.put, self.cache)
-        collections.deque(samples.for_each(self.root, paths, self.workers or samples.THREADS, put), maxlen=0)
+        for _ in samples.for_each(self.root, paths, self.workers or samples.THREADS, put):
+            pass
 
 
 @functools.cache
 def image_folder() -> type:
+    """Return the class KSpeedImageFolder. Only this needs torchvision, so it is imported on first use."""
     from torchvision.datasets import ImageFolder
 
     class KSpeedImageFolder(ImageFolder):
@@ -81,18 +84,23 @@ def image_folder() -> type:
 
         @staticmethod
         def make_dataset(
-            directory: Union[str, Path], class_to_idx: dict[str, int], *_given: object, **_how: Any
+            directory: Union[str, Path], class_to_idx: dict[str, int], *_args: object, **_kwargs: Any
         ) -> list[tuple[str, int]]:
             """Return [(path, class number)] in torchvision's order. An empty class or an unreadable folder is an error."""
             folder = os.fspath(directory)
-            names = {label: files.images_below(folder, label) for label in sorted(class_to_idx)}
-            if empty := [label for label, found in names.items() if not found]:
+            names_by_class = {label: files.images_below(folder, label) for label in sorted(class_to_idx)}
+            if empty := [label for label, file_names in names_by_class.items() if not file_names]:
                 raise UserError(
                     f"{one_line(folder)} has no image of {one_line(', '.join(empty))}: add some, or delete the folders"
                 )
-            return [(os.path.join(folder, name), class_to_idx[label]) for label, found in names.items() for name in found]
+            return [
+                (os.path.join(folder, name), class_to_idx[label])
+                for label, file_names in names_by_class.items()
+                for name in file_names
+            ]
 
         def preload(self) -> None:
+            """Put all photographs of the folder into the cache, as KSpeedFolder.preload() does."""
             self.folder.preload([path for path, _ in self.samples])
 
     # pickle looks the class up under these names.
@@ -121,9 +129,9 @@ class KSpeedCallable(KSpeedFolder):
         """Photographs of more than `max_megapixels` million pixels are left out, as in the jobs."""
         super().__init__(root, iplist=iplist, user=user, password=password)
         self._login = iplist, user, password
-        found = tree.load(self.root).without_larger(max_megapixels)
-        self.files = found.names
-        self.labels = found.labels
+        photos = tree.load(self.root).without_larger(max_megapixels)
+        self.files = photos.names
+        self.labels = photos.labels
         shard_size = len(self.files) // num_shards
         self.shard_offset = shard_size * shard_id
         self.full_iters = shard_size // batch_size
@@ -141,8 +149,8 @@ class KSpeedCallable(KSpeedFolder):
 
         A subclass may set it, as Alibaba's document does, or only return it.
         """
-        vendors = samples.vendors_folder()
-        self.dataset = vendors(self.root, None, self.workers, *self._login) if vendors else self
+        vendor_class = samples.vendor_folder_class()
+        self.dataset = vendor_class(self.root, None, self.workers, *self._login) if vendor_class else self
         return self.dataset
 
     def __call__(self, sample_info: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -22,10 +22,10 @@ from pymemcache.client.rendezvous import RendezvousHash
 from pymemcache.exceptions import MemcacheClientError, MemcacheServerError
 
 from datasets.kspeed.memcached import Network
-from datasets.kspeed.servers import LEFT_ALONE, LOGIN, Server, Servers, Unfit
+from datasets.kspeed.servers import LOGIN, PAUSE_SECONDS, Server, Servers, Unfit
 from datasets.kspeed.values import HEADER, LARGEST, NOT_STORED, STORED, TOO_LARGE, Values
 
-END = b"\r\n"  # of a line, and of a value
+CRLF = b"\r\n"  # of a line, and of a value
 
 
 def connect(servers: Servers, values: Values, login: Optional[bytes], too_large: dict[Server, int]) -> "Fleet":
@@ -35,14 +35,14 @@ def connect(servers: Servers, values: Values, login: Optional[bytes], too_large:
     """
     network = Network()
 
-    def connection(*where: Any, **how: Any) -> ServerConnection:
-        return ServerConnection(servers, values, login, too_large, *where, **how)
+    def connection(*args: Any, **kwargs: Any) -> ServerConnection:
+        return ServerConnection(servers, values, login, too_large, *args, **kwargs)
 
-    how: dict = {
+    options: dict = {
         "hasher": functools.partial(RendezvousHash, hash_function=_score), "socket_module": network, "retry_attempts": 0,
-        "dead_timeout": LEFT_ALONE, "ignore_exc": True, "default_noreply": False, "no_delay": True,
+        "dead_timeout": PAUSE_SECONDS, "ignore_exc": True, "default_noreply": False, "no_delay": True,
     }  # fmt: skip
-    return Fleet(connection, network, servers.addresses, **how)
+    return Fleet(connection, network, servers.addresses, **options)
 
 
 def _score(text: str, _seed: int) -> int:
@@ -57,9 +57,9 @@ class ServerConnection(Client):
     server: Any  # (host, port): pymemcache would also take the path of a socket
 
     def __init__(
-        self, servers: Servers, values: Values, login: Optional[bytes], too_large: dict[Server, int], *where: Any, **how: Any
+        self, servers: Servers, values: Values, login: Optional[bytes], too_large: dict[Server, int], *args: Any, **kwargs: Any
     ) -> None:
-        super().__init__(*where, **how)
+        super().__init__(*args, **kwargs)
         self.servers = servers
         self.values = values
         self.login = login
@@ -68,27 +68,28 @@ class ServerConnection(Client):
     def get_many(self, keys: object, seals: Any) -> dict[str, Any]:
         """Return {key: sample} of the samples that are there and undamaged. `seals`: {key: secret for its checksum}."""
         self.socket_module.begin()
-        found = {}
-        for key, (header, content) in (self._guarded(super().get_many, keys) or {}).items():
-            if self.values.are_right(header, seals[key], content):
-                found[key] = content
+        samples = {}
+        for key, (header, content) in (self._call(super().get_many, keys) or {}).items():
+            if self.values.is_valid(header, seals[key], content):
+                samples[key] = content
             else:
                 self.servers.count_wrong_answer(self.server, "a value that is damaged or not ours")
-        return found
+        return samples
 
     def set(self, key: str, value: Any) -> Any:
-        return self._guarded(self._set, key, value)
+        return self._call(self._set, key, value)
 
     def touch(self, key: str) -> Any:
-        return self._guarded(super().touch, key)
+        return self._call(super().touch, key)
 
     def delete(self, key: str) -> Any:
-        return self._guarded(super().delete, key)
+        return self._call(super().delete, key)
 
     def stats(self):
-        return self._guarded(super().stats)
+        return self._call(super().stats)
 
-    def _guarded(self, function: Callable[..., Any], *arguments: object) -> Any:
+    def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Call a method of pymemcache and note its failure. Try again if the server had closed the connection."""
         was_open = self.sock is not None
         try:
             answer = function(*arguments)
@@ -96,7 +97,7 @@ class ServerConnection(Client):
             raise
         except OSError as error:
             if was_open and isinstance(error, ConnectionError):  # the server was restarted, or closed an idle connection
-                return self._guarded(function, *arguments)
+                return self._call(function, *arguments)
             self.servers.note_outage(self.server, error)
             raise
         except MemcacheClientError as error:
@@ -115,25 +116,25 @@ class ServerConnection(Client):
         _, name, _, size = line.split()
         if not HEADER.size <= int(size) <= HEADER.size + LARGEST:
             raise ValueError(f"{int(size)} bytes are no sample")
-        while len(buf) < HEADER.size + len(END):
-            buf += self.sock.recv(HEADER.size + len(END) - len(buf))
-        whole = int(size) + len(END)
-        parts = [buf[HEADER.size : whole]]
-        rest = buf[whole:]
-        missing = whole - len(buf)
-        while missing > 0:
-            parts.append(self.sock.recv(missing))
-            missing -= len(parts[-1])
-        last = parts.pop()
-        if len(last) < len(END):  # the two bytes of END came separately
-            last = parts.pop() + last
-        if not last.endswith(END) or rest[:1] not in (b"", b"V", b"E"):  # the line after it is VALUE or END
+        while len(buf) < HEADER.size + len(CRLF):
+            buf += self.sock.recv(HEADER.size + len(CRLF) - len(buf))
+        value_end = int(size) + len(CRLF)
+        parts = [buf[HEADER.size : value_end]]
+        following = buf[value_end:]
+        remaining = value_end - len(buf)
+        while remaining > 0:
+            parts.append(self.sock.recv(remaining))
+            remaining -= len(parts[-1])
+        last_part = parts.pop()
+        if len(last_part) < len(CRLF):  # the two bytes of CRLF came separately
+            last_part = parts.pop() + last_part
+        if not last_part.endswith(CRLF) or following[:1] not in (b"", b"V", b"E"):  # the line after it is VALUE or END
             raise ValueError("a value has no end")
-        content = b"".join((*parts, memoryview(last)[: -len(END)]))
+        content = b"".join((*parts, memoryview(last_part)[: -len(CRLF)]))
         key = remapped_keys.pop(name)  # so a server that sends a value twice cannot prolong this
         if remapped_keys:
             self.socket_module.begin()
-        return key, (buf[: HEADER.size], content), rest
+        return key, (buf[: HEADER.size], content), following
 
     def _set(self, key: str, value: Any) -> Any:
         limit = self.too_large.get(self.server)
@@ -164,7 +165,9 @@ class ServerConnection(Client):
 
 
 class Fleet(HashClient):
-    def __init__(self, connection: Callable[..., ServerConnection], network: Network, *where: Any, **how: Any) -> None:
+    """One thread's client for all servers. `network.deadline` and `network.begin()` bound each operation."""
+
+    def __init__(self, connection: Callable[..., ServerConnection], network: Network, *args: Any, **kwargs: Any) -> None:
         self.client_class = connection  # also of a server that is asked again
         self.network = network
-        super().__init__(*where, **how)
+        super().__init__(*args, **kwargs)

@@ -11,44 +11,50 @@ class Network:
 
     def __init__(self) -> None:
         self.deadline = 0.0  # seconds
-        self._until = 0.0
-        self._found = {}
+        self._ends_at = 0.0
+        self._addresses = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(socket, name)
 
-    def begin(self):
-        self._until = time.monotonic() + self.deadline
+    def begin(self) -> None:
+        """Begin an operation, which may take `deadline` seconds."""
+        self._ends_at = time.monotonic() + self.deadline
 
-    def left(self):
-        left = self._until - time.monotonic()
-        if left <= 0:
+    def remaining(self) -> float:
+        """Return the seconds until the operation's deadline; TimeoutError if it has passed."""
+        remaining = self._ends_at - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError("timed out")
-        return left
+        return remaining
 
-    def socket(self, *how: Any) -> Any:
-        made = _Socket(*how)
-        made.network = self
-        return made
+    def socket(self, *args: Any) -> Any:
+        """Return a socket, made as by socket.socket(), that keeps to the deadline."""
+        sock = _Socket(*args)
+        sock.network = self
+        return sock
 
-    def getaddrinfo(self, host: str, port: int, *how: Any) -> Any:
+    def getaddrinfo(self, host: str, port: int, *args: Any) -> Any:
         """Look up a name in a thread, as getaddrinfo takes no timeout, and wait until the deadline, or half as long if an
         earlier call has found an address. A late answer is kept for the next call."""
 
-        def ask():
+        def resolve():
             try:
-                found = socket.getaddrinfo(host, port, *how)
-                self._found[host, port] = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)  # pymemcache tries one
+                entries = socket.getaddrinfo(host, port, *args)
+                self._addresses[host, port] = sorted(
+                    entries, key=lambda entry: entry[0] != socket.AF_INET
+                )  # pymemcache tries one
             except (OSError, UnicodeError) as error:
-                failed.append(error)
+                errors.append(error)
 
-        failed = []
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(self.left() / 2 if (host, port) in self._found else self.left())
-        if (host, port) not in self._found:
-            raise OSError(f"no address for {host}: {failed[0] if failed else 'no answer yet'}")
-        return self._found[host, port]
+        errors = []
+        thread = threading.Thread(target=resolve, daemon=True)
+        thread.start()
+        thread.join(self.remaining() / 2 if (host, port) in self._addresses else self.remaining())
+        if (host, port) not in self._addresses:
+            reason = errors[0] if errors else "no answer yet"
+            raise OSError(f"no address for {host}: {reason}")
+        return self._addresses[host, port]
 
 
 class _Socket(socket.socket):
@@ -56,9 +62,9 @@ class _Socket(socket.socket):
 
     network: Any = None
 
-    def _in_time(self, call: Callable[..., Any], what: object) -> Any:
-        self.settimeout(self.network.left())
-        return call(what)
+    def _in_time(self, call: Callable[..., Any], argument: object) -> Any:
+        self.settimeout(self.network.remaining())
+        return call(argument)
 
     def connect(self, address: object) -> None:
         self._in_time(super().connect, address)
@@ -67,7 +73,7 @@ class _Socket(socket.socket):
         self._in_time(super().sendall, content)
 
     def recv(self, count: int) -> bytes:
-        found = self._in_time(super().recv, count)
-        if not found:
+        content = self._in_time(super().recv, count)
+        if not content:
             raise ConnectionError("the connection was closed")
-        return found
+        return content

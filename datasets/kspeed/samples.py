@@ -17,7 +17,7 @@ from datasets.photos import files, tree
 THREADS = 16
 QUEUED = 1024  # images handed to the threads at a time
 # Outcomes for an image, besides those of SampleCache.set.
-THERE = "there"
+CACHED = "there"
 UNREADABLE = "unreadable"
 
 
@@ -32,7 +32,7 @@ def open_cache(
     return SampleCache(iplist or os.environ.get("KSPEED_IPLIST"), user or None, password or None, deadline)
 
 
-def vendors_folder() -> Optional[type]:
+def vendor_folder_class() -> Optional[type]:
     """Return the class KSpeedFolder of Alibaba's own package; None if that is not installed."""
     try:
         from kspeed.utils.data.kspeeddataset import KSpeedFolder  # pyright: ignore[reportMissingImports] (in no registry)
@@ -57,11 +57,11 @@ def _last_two_names(root: str) -> str:
     return os.sep.join(os.path.abspath(root).split(os.sep)[-2:])
 
 
-def read_through(cache: SampleCache, root: str, path: str, asked: bool = False) -> bytes:
-    """Return a file's bytes: the cache's (not if `asked`), else the file's, which are cached if it did not change meanwhile."""
+def read_through(cache: SampleCache, root: str, path: str, is_known_miss: bool = False) -> bytes:
+    """Return a file's bytes: the cache's unless `is_known_miss`, else the file's, which are then cached if it is unchanged."""
     info = os.stat(path)
     key = sample_key(root, path, info)
-    content = None if asked else _whole(cache.get(key), info)
+    content = None if is_known_miss else _if_complete(cache.get(key), info)
     if content is None:
         content = files.read(path)
         if _is_unchanged(path, info, content):
@@ -69,17 +69,18 @@ def read_through(cache: SampleCache, root: str, path: str, asked: bool = False) 
     return content
 
 
-def _whole(content: Optional[bytes], info: os.stat_result) -> Optional[bytes]:
+def _if_complete(content: Optional[bytes], info: os.stat_result) -> Optional[bytes]:
+    """Return the cached content if it is as long as the file, else None."""
     return content if content is not None and len(content) == info.st_size else None
 
 
 def _is_unchanged(path: str, info: os.stat_result, content: bytes) -> bool:
     """Return whether `content` is whole and the file's size and time are still those of `info`, taken before it was read."""
     try:
-        now = os.stat(path)
+        current_info = os.stat(path)
     except OSError:
         return False
-    return len(content) == info.st_size == now.st_size and info.st_mtime_ns == now.st_mtime_ns
+    return len(content) == info.st_size == current_info.st_size and info.st_mtime_ns == current_info.st_mtime_ns
 
 
 # --- The samples of a job ----------------------------------------------------------------------------------------------
@@ -97,19 +98,20 @@ class CachedTree(tree.Tree):
 
     def prefetch(self, numbers: Iterable[int]) -> None:
         """Ask the cache for these samples together, which costs less than one by one. read() then returns those found."""
-        wanted = {}
+        entries = {}
         for number in numbers:
             with contextlib.suppress(OSError):  # read() will raise it
                 path = self.path(number)
                 info = os.stat(path)
-                wanted[number] = sample_key(self.folder, path, info), info
-        found = self.cache.get_many(key for key, _ in wanted.values())
-        self.prefetched = {number: _whole(found[key], info) for number, (key, info) in wanted.items()}
+                entries[number] = sample_key(self.folder, path, info), info
+        contents = self.cache.get_many(key for key, _ in entries.values())
+        self.prefetched = {number: _if_complete(contents[key], info) for number, (key, info) in entries.items()}
 
     def read(self, number: int) -> bytes:
-        asked = number in self.prefetched
+        """Return a photograph's bytes: those of prefetch() if it got them, else the cache's or the file's."""
+        was_prefetched = number in self.prefetched
         content = self.prefetched.pop(number, None)
-        return read_through(self.cache, self.folder, self.path(number), asked) if content is None else content
+        return read_through(self.cache, self.folder, self.path(number), was_prefetched) if content is None else content
 
 
 @dataclasses.dataclass
@@ -122,22 +124,25 @@ class VendorsTree(tree.Tree):
     login: tuple[Optional[str], Optional[str], Optional[str]]  # iplist, user, password
 
     def read(self, number: int) -> bytes:
-        return _connected(os.getpid(), self.client, self.folder, self.login).getBIN(self.path(number))
+        """Return a photograph's bytes, through the vendor's service."""
+        return _vendor_client(os.getpid(), self.client, self.folder, self.login).getBIN(self.path(number))
 
 
 @functools.lru_cache(maxsize=8)
-def _connected(_process: int, client: Callable[..., Any], root: str, login: Any) -> Any:
+def _vendor_client(_process: int, client: Callable[..., Any], root: str, login: Any) -> Any:
     """Return this process's client of Alibaba's service. A forked worker makes its own, because `_process` (an id) differs."""
     return client(root, None, THREADS, *login)
 
 
-def through_cache(files: tree.Tree, iplist: Optional[str] = None, user: Optional[str] = None) -> Union[CachedTree, VendorsTree]:
+def through_cache(
+    photos: tree.Tree, iplist: Optional[str] = None, user: Optional[str] = None
+) -> Union[CachedTree, VendorsTree]:
     """Return a copy of the tree that reads through Alibaba's service if its package is installed, else through memcached."""
-    client = vendors_folder()
-    known = {field.name: getattr(files, field.name) for field in dataclasses.fields(tree.Tree)}
+    client = vendor_folder_class()
+    fields = {field.name: getattr(photos, field.name) for field in dataclasses.fields(tree.Tree)}
     if client is None:
-        return CachedTree(**known, cache=open_cache(iplist, user))
-    return VendorsTree(**known, client=client, login=(iplist, user, os.environ.get("KSPEED_PASSWORD")))
+        return CachedTree(**fields, cache=open_cache(iplist, user))
+    return VendorsTree(**fields, client=client, login=(iplist, user, os.environ.get("KSPEED_PASSWORD")))
 
 
 # --- Filling the cache -------------------------------------------------------------------------------------------------
@@ -148,7 +153,7 @@ def for_each(
 ) -> Iterator[tuple[Any, int]]:
     """Yield (function(key, path, stat), file size) of each file in order, called in threads; (UNREADABLE, 0) on an OSError."""
 
-    def one(path: str) -> Any:
+    def visit(path: str) -> Any:
         try:
             info = os.stat(path)
             return function(sample_key(root, path, info), path, info), info.st_size
@@ -157,12 +162,14 @@ def for_each(
 
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(paths), QUEUED):
-            yield from pool.map(one, paths[start : start + QUEUED])
+            yield from pool.map(visit, paths[start : start + QUEUED])
 
 
 def put(cache: SampleCache, key: str, path: str, info: os.stat_result, verify: bool = False) -> str:
-    """Store a file unless it is cached; return the outcome (STORED, THERE ...). `verify`: fetch a cached sample to check it."""
-    if len(cache.get(key) or b"") == info.st_size if verify else cache.has(key):
-        return THERE
+    """Store a file unless it is cached; return CACHED or the outcome of set(). `verify`: fetch a cached sample to check it."""
+    if verify and len(cache.get(key) or b"") == info.st_size:
+        return CACHED
+    if not verify and cache.has(key):
+        return CACHED
     content = files.read(path)
     return cache.set(key, content) if _is_unchanged(path, info, content) else NOT_STORED

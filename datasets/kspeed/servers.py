@@ -1,4 +1,4 @@
-"""The servers of a cache: their addresses, and what was noticed about each of them, which is said once."""
+"""The servers of a cache: their addresses, and the failures of each, which are reported once."""
 
 import mmap
 import threading
@@ -9,8 +9,8 @@ from common.errors import UserError, one_line
 from common.progress import warn
 
 PORT = 11211
-MOST_WRONG = 3  # after so many wrong answers a server is left alone for a while
-LEFT_ALONE = 30  # seconds until a server that failed is asked again
+MAX_WRONG_ANSWERS = 3  # after so many wrong answers a server is left alone for a while
+PAUSE_SECONDS = 30  # seconds until a server that failed is asked again
 
 # Kinds of warnings about a server (bits); each is logged once, DOWN once for every outage.
 DOWN = 1
@@ -27,17 +27,17 @@ class Unfit(OSError):
 
 
 class Servers:
-    """What a process notices of them. What was said is in memory that its forks share, so each outage is said once."""
+    """The servers and their failures. What was reported is in memory that forks share, so each outage is reported once."""
 
     def __init__(self, servers: list[Server]) -> None:
         self.addresses = servers
         self._reported = mmap.mmap(-1, len(servers))  # a byte each
-        self._wrong = dict.fromkeys(servers, 0)  # answers
+        self._wrong_answers = dict.fromkeys(servers, 0)  # answers
         self._failing: set[Server] = set()
         self.begin_process()
 
     def begin_process(self) -> None:
-        """Called in a process that was forked, perhaps while another thread had the lock."""
+        """Renew the lock in a forked process: another thread may have held it during the fork."""
         self._lock = threading.Lock()
 
     def __getstate__(self) -> list[Server]:
@@ -53,40 +53,44 @@ class Servers:
     def note_answer(self, server: Server) -> None:
         """Note that a server answered on a new connection. If its outage was reported, here or by a fork, print its end."""
         self._failing.discard(server)
-        place = self.addresses.index(server)
+        index = self.addresses.index(server)
         with self._lock:
-            reported = self._reported[place] & DOWN
-            self._reported[place] &= ~DOWN
+            reported = self._reported[index] & DOWN
+            self._reported[index] &= ~DOWN
         if reported:
             print(f"cache server {name_of(server)} answers again", flush=True)
 
     def note_outage(self, server: Server, error: Exception) -> None:
+        """Note that a server does not answer, and warn once for each outage."""
         self._failing.add(server)
-        what = f"does not answer ({one_line(error)[:100]}): the files are read instead, and it is asked again in {LEFT_ALONE} s"
-        self._warn_once(server, DOWN, what)
+        message = (
+            f"does not answer ({one_line(error)[:100]}): the files are read instead, and it is asked again in {PAUSE_SECONDS} s"
+        )
+        self._warn_once(server, DOWN, message)
 
     def count_wrong_answer(self, server: Server, error: Union[Exception, str]) -> None:
-        """Count a server's wrong answer. After every MOST_WRONG of them raise Unfit, so that it is left alone for a while."""
-        self._wrong[server] += 1
-        if self._wrong[server] % MOST_WRONG == 0:
+        """Count a server's wrong answer. Raise Unfit after every MAX_WRONG_ANSWERS, so that it is avoided for a while."""
+        self._wrong_answers[server] += 1
+        if self._wrong_answers[server] % MAX_WRONG_ANSWERS == 0:
             self.give_up(server, WRONG, f"gives wrong answers ({one_line(error)[:100]}): the files are read instead")
 
-    def give_up(self, server: Server, kind: int, what: str) -> NoReturn:
-        """Warn once for each `kind` of failure. Raise Unfit: pymemcache then leaves the server alone for LEFT_ALONE seconds."""
+    def give_up(self, server: Server, kind: int, message: str) -> NoReturn:
+        """Warn once for each `kind` of failure. Raise Unfit: pymemcache then avoids the server for PAUSE_SECONDS."""
         self._failing.add(server)
-        self._warn_once(server, kind, what)
-        raise Unfit(what)
+        self._warn_once(server, kind, message)
+        raise Unfit(message)
 
     def warn_of_no_password(self, server: Server) -> None:
+        """Warn once that the server accepts everybody."""
         self._warn_once(server, OPEN, "asks for no password: anybody who can reach it can read and delete what it holds")
 
-    def _warn_once(self, server: Server, kind: int, what: str) -> None:
-        place = self.addresses.index(server)
+    def _warn_once(self, server: Server, kind: int, message: str) -> None:
+        index = self.addresses.index(server)
         with self._lock:
-            reported = self._reported[place] & kind
-            self._reported[place] |= kind
+            reported = self._reported[index] & kind
+            self._reported[index] |= kind
         if not reported:
-            warn(f"cache server {name_of(server)} {what}")
+            warn(f"cache server {name_of(server)} {message}")
 
 
 def addresses(iplist: Addresses) -> list[Server]:
@@ -108,4 +112,5 @@ def addresses(iplist: Addresses) -> list[Server]:
 
 
 def name_of(server: Server) -> str:
+    """Return host:port, fit for a line of the log."""
     return one_line("{}:{}".format(*server))

@@ -11,7 +11,7 @@ LARGEST = 64 << 20  # bytes of a sample; more would not come within the deadline
 HEADER = struct.Struct(">4sI16s")  # MAGIC, length of the sample, checksum over key and sample
 MAGIC = b"ARC1"
 HASHED_KEY = 20  # bytes
-# What storing one comes to.
+# Outcomes of storing a sample.
 STORED = "stored"
 TOO_LARGE = "too large"
 NOT_STORED = "not stored"
@@ -39,5 +39,6 @@ class Values:
             checksum = crc32(content, int.from_bytes(seal[:4], "big")).to_bytes(16, "big")
         return HEADER.pack(MAGIC, len(content), checksum)
 
-    def are_right(self, header: bytes, seal: bytes, content: bytes) -> bool:
+    def is_valid(self, header: bytes, seal: bytes, content: bytes) -> bool:
+        """Return whether the header is that of this content and key. `seal`: the key's secret."""
         return hmac.compare_digest(header, self.header(seal, content))

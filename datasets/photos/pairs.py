@@ -74,8 +74,8 @@ class Pairs:
 
     def digest(self) -> dict[str, str]:
         """Return what tells these pairs from others."""
-        list_digest = digests.of(self.names, self.widths, self.heights)
-        return {"list": list_digest, **digests.of_sampled_checksums(len(self), self._crc)}
+        list_digest = digests.digest_of(self.names, self.widths, self.heights)
+        return {"list": list_digest, **digests.digest_of_checksums(len(self), self._crc)}
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (images, ids, ids) of a batch: where other data sets have labels, pairs have their ids again."""

@@ -95,8 +95,8 @@ class Tree:
 
     def digest(self) -> dict[str, str]:
         """Return what tells these pictures from others, equal for files and for a pack of them."""
-        list_digest = digests.of(self.names, self.labels, self.widths, self.heights)
-        return {"list": list_digest, **digests.of_sampled_checksums(len(self), self.crc)}
+        list_digest = digests.digest_of(self.names, self.labels, self.widths, self.heights)
+        return {"list": list_digest, **digests.digest_of_checksums(len(self), self.crc)}
 
     def pick(self, numbers: np.ndarray) -> "Tree":
         """Return a tree with these samples only, in this order."""

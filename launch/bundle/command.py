@@ -51,8 +51,8 @@ DEEPEST = 32
 
 
 def _read_and_check_job(job: Path) -> str:
-    if wrong := missing_job(job):
-        raise UserError(wrong)
+    if message := missing_job(job):
+        raise UserError(message)
     try:
         imports.require_bundled_imports(job)
     except (SyntaxError, UnicodeDecodeError) as error:
@@ -60,110 +60,121 @@ def _read_and_check_job(job: Path) -> str:
     return job.read_text(encoding="utf-8")
 
 
-def bundle(job: Union[str, Path], wanted: Collection[str] = features.FEATURES) -> str:
-    """Return the job and the modules that it uses as the text of one Python file; UserError if the job cannot be bundled so.
+def bundle(job: Union[str, Path], included: Collection[str] = features.FEATURES) -> str:
+    """Return a job and its modules as the text of one Python file; UserError if they do not fit into one.
 
-    `wanted`: the names of the features that it is to have, also if the job works without them (features.py).
+    `included`: the names of features to put in, also if the job works without them (features.py).
     """
     job = Path(job)
     text = _read_and_check_job(job)
-    stubs = features.stubs(job, wanted)
-    places = modules_of(job, without=stubs)
-    if not places and "torch" in imports.packages_in(job):
+    stubs = features.stubs(job, included)
+    module_paths = modules_of(job, without=stubs)
+    if not module_paths and "torch" in imports.packages_in(job):
         return f"{text}\n\n# {MADE_BY} of anyrank {VERSION}: {job.name} needs no other file.\n"
-    if not places or len(FINDS_THE_REPOSITORY.findall(text)) > 1:
+    if not module_paths or len(FINDS_THE_REPOSITORY.findall(text)) > 1:
         raise UserError(f"{one_line(job)} is no job: it imports nothing of anyrank, or changes sys.path more than once")
-    files = [*sorted([*places, *stubs]), LOADER]
+    files = [*sorted([*module_paths, *stubs]), LOADER]
     sources = {file: stubs.get(file) or imports.path_of(file).read_text(encoding="utf-8") for file in files}
-    digest = hashlib.sha256("\0".join([text, *(f"{place}\0{source}" for place, source in sources.items())]).encode())
+    digest = hashlib.sha256(
+        "\0".join([text, *(f"{module_path}\0{source}" for module_path, source in sources.items())]).encode()
+    )
     parts = [
-        FINDS_THE_REPOSITORY.sub(lambda _: FINDS_ITSELF, _with_the_line(text)),
+        FINDS_THE_REPOSITORY.sub(lambda _: FINDS_ITSELF, _with_path_line(text)),
         f"\n\n# The modules that {job.name} imports, unchanged or left out. {MADE_BY} of anyrank {VERSION}.\n"
         f"# Digest of the sources: {digest.hexdigest()}\n",
     ]
-    if beside := [path for place in places for path in imports.files_beside(imports.path_of(place))] + imports.files_beside(
-        job
-    ):
+    data_files = [file for path in [*map(imports.path_of, module_paths), job] for file in imports.files_beside(path)]
+    if data_files:
         raise UserError(
-            f"{one_line(beside[0])} is read by a module in its folder, and one file cannot hold both: give --folder FOLDER"
+            f"{one_line(data_files[0])} is read by a module in its folder, and one file cannot hold both: give --folder FOLDER"
         )
-    for place, source in sources.items():
+    for module_path, source in sources.items():
         if "'''" in source or (source and not source.endswith("\n")):
-            raise UserError(f"{place} cannot be bundled: it has three single quotes in a row, or no line end at its end")
-        parts.append(f"\n# ==== {place} {'=' * (120 - len(place))}\nr'''\n{source}'''\n")
+            raise UserError(f"{module_path} cannot be bundled: it has three single quotes in a row, or no line end at its end")
+        parts.append(f"\n# ==== {module_path} {'=' * (120 - len(module_path))}\nr'''\n{source}'''\n")
     return "".join(parts)
 
 
-def _with_the_line(text: str) -> str:
+def _with_path_line(text: str) -> str:
     """Return the text of a job with a line by which it finds our modules, if it imports some and has none."""
-    statement = next((node for node in ast.parse(text).body if imports.is_of_ours(node)), None)
+    statement = next((node for node in ast.parse(text).body if imports.has_our_import(node)), None)
     if statement is None or FINDS_THE_REPOSITORY.search(text):
         return text
-    above = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))]) - 1
+    index = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))]) - 1
     lines = text.split("\n")
-    return "\n".join([*lines[:above], "import os", "import sys", "", FINDS_ITS_FOLDER, *lines[above:]])
+    return "\n".join([*lines[:index], "import os", "import sys", "", FINDS_ITS_FOLDER, *lines[index:]])
 
 
 def write_folder(
     job: Union[str, Path],
     out: Union[str, Path],
     overwrite: bool = False,
-    wanted: Collection[str] = features.FEATURES,
-    also: Collection[str] = (),
+    included: Collection[str] = features.FEATURES,
+    extra_packages: Collection[str] = (),
     weights: str = "",
 ) -> tuple[int, int]:
     """Write the job and what it uses to `out`: new, empty or, with `overwrite`, a bundle. Return (files, bytes).
 
-    `wanted`: as of bundle(); `also`: packages to ask for, besides those that the job imports; `weights`: a name of some that go
-    along.
+    `included`: as in bundle(). `extra_packages`: for requirements.txt, besides those that the job imports. `weights`: the name
+    of weights to put in.
     """
     job = Path(job)
     out = Path(out)
-    text = _with_the_line(_read_and_check_job(job))
-    ours = (out / MARKER).is_file()
-    if out.exists() and any(out.iterdir()) and not (overwrite and ours):
-        remedy = ", or --overwrite true" if ours else "; launch bundle replaces only what it has written"
+    text = _with_path_line(_read_and_check_job(job))
+    is_bundle = (out / MARKER).is_file()
+    if out.exists() and any(out.iterdir()) and not (overwrite and is_bundle):
+        remedy = ", or --overwrite true" if is_bundle else "; launch bundle replaces only what it has written"
         raise UserError(f"{one_line(out)} is not empty: give another folder{remedy}")
     if out.resolve() in job.resolve().parents:
         raise UserError(f"{one_line(job)} is in {one_line(out)}, which the bundle replaces: give another folder")
-    stubs = features.stubs(job, wanted)
-    places = {f"jobs/{job.name}": job, **{place: imports.path_of(place) for place in modules_of(job, without=stubs)}}
-    for place, path in list(places.items()):
-        beside = imports.files_beside(path)
-        places.update({str(Path(place).parent / file.relative_to(path.parent)): file for file in beside})
-    del places[f"jobs/{job.name}"]
+    stubs = features.stubs(job, included)
+    sources = {f"jobs/{job.name}": job, **{target: imports.path_of(target) for target in modules_of(job, without=stubs)}}
+    for target, path in list(sources.items()):
+        data_files = imports.files_beside(path)
+        sources.update({str(Path(target).parent / file.relative_to(path.parent)): file for file in data_files})
+    del sources[f"jobs/{job.name}"]
     if weights:
-        place, path = _fetched(weights)
-        places[place] = path
-    packages = requirements.text(job.resolve(), also)
-    written = {**stubs, f"jobs/{job.name}": text, **dict.fromkeys(requirements.NAMES, packages)}
-    size = sum(path.stat().st_size for path in places.values()) + sum(len(text) for text in written.values())
-    folders = {str(parent) for place in (*places, *written) for parent in Path(place).parents} - {"."}
+        target, path = _fetch_weights(weights)
+        sources[target] = path
+    packages = requirements.text(job.resolve(), extra_packages)
+    texts = {**stubs, f"jobs/{job.name}": text, **dict.fromkeys(requirements.NAMES, packages)}
+    size = sum(path.stat().st_size for path in sources.values()) + sum(len(text) for text in texts.values())
+    folders = {str(parent) for target in (*sources, *texts) for parent in Path(target).parents} - {"."}
     limits = [
         (size, MOST_BYTES, "bytes"),
-        (len(places) + len(written) + len(folders), MOST_FILES, "files and folders"),
-        (max(place.count("/") + 1 for place in [*places, *written]), DEEPEST, "levels of folders"),
+        (len(sources) + len(texts) + len(folders), MOST_FILES, "files and folders"),
+        (max(target.count("/") + 1 for target in [*sources, *texts]), DEEPEST, "levels of folders"),
     ]
-    for count, most, what in limits:
-        if count > most:
-            raise UserError(f"{one_line(job)} with its modules has {count} {what}: a console takes {most} at most")
+    for count, limit, unit in limits:
+        if count > limit:
+            raise UserError(f"{one_line(job)} with its modules has {count} {unit}: a console takes {limit} at most")
     out = out.resolve()  # a link stays one
-    for one in out.iterdir() if ours else ():  # not the folder itself, which may be a mount, or the current one
-        if one.name != MARKER:
-            (shutil.rmtree if one.is_dir() and not one.is_symlink() else os.unlink)(one)
+    if is_bundle:
+        _clear(out)
     out.mkdir(parents=True, exist_ok=True)
     (out / MARKER).write_text(f"{MADE_BY} --folder of anyrank {VERSION}\n")  # first, so that half a bundle can be replaced
-    for place, path in places.items():
-        (out / place).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, out / place)
-    for place, text in written.items():
-        (out / place).parent.mkdir(parents=True, exist_ok=True)
-        (out / place).write_text(text)
-    return len(places) + len(written), size
+    for target, path in sources.items():
+        (out / target).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, out / target)
+    for target, text in texts.items():
+        (out / target).parent.mkdir(parents=True, exist_ok=True)
+        (out / target).write_text(text)
+    return len(sources) + len(texts), size
 
 
-def _fetched(name: str) -> tuple[str, Path]:
-    """Return the place in a bundle and the file of the weights with this name, which is fetched unless it is here."""
+def _clear(folder: Path) -> None:
+    """Delete what an earlier bundle has in the folder; the folder stays, as it may be a mount or the current one."""
+    for entry in folder.iterdir():
+        if entry.name == MARKER:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            os.unlink(entry)
+
+
+def _fetch_weights(name: str) -> tuple[str, Path]:
+    """Fetch weights by name unless input_dir has them; return (their path in the bundle, their file)."""
     from common.address import INPUT_DIR
     from common.weights import by_name
 
@@ -172,75 +183,78 @@ def _fetched(name: str) -> tuple[str, Path]:
 
 
 def run(options: argparse.Namespace, job_options: Sequence[str]) -> None:
+    """Write the bundle as one file or as a folder, try it out, and print what it has and what it lacks."""
     if options.engine:
-        engines.read(options.engine)
+        engines.parse(options.engine)
     job = Path(options.job).absolute()
     names = [name for text in options.features for name in text.split(",")]
-    of_options = features.of_options([*job_options, options.weights])
-    wanted = features.named(names) | of_options
-    packages = features.packages({*names, *of_options})
+    option_features = features.of_options([*job_options, options.weights])
+    included = features.named(names) | option_features
+    packages = features.packages({*names, *option_features})
     if options.weights and not options.folder:
         raise UserError("--weights go along in a folder, as one file cannot hold them: give --folder FOLDER, too")
     if options.weights and "weights" not in imports.option_names(job):
         raise UserError(f"{one_line(job.name)} has no option --weights: give jobs/train_imagenet.py, or leave --weights out")
     if options.folder:
-        count, size = write_folder(options.job, options.folder, options.overwrite, wanted, packages, options.weights)
-        untried = try_out(Path(options.folder, "jobs", job.name), requirements.needed(job))
-        print(f"{options.folder}: {count} files, {size:,} bytes; the boot file is jobs/{job.name}{untried}")
+        count, size = write_folder(options.job, options.folder, options.overwrite, included, packages, options.weights)
+        note = try_out(Path(options.folder, "jobs", job.name), requirements.needed(job))
+        print(f"{options.folder}: {count} files, {size:,} bytes; the boot file is jobs/{job.name}{note}")
         if options.weights:
             print(f"with the weights of {options.weights}, which the job finds by this name")
-        _tell_what_is_left_out(job, wanted)
+        _print_left_out(job, included)
         return
     out = Path(options.output or f"dist/{job.name}")
-    text = bundle(options.job, wanted)
+    text = bundle(options.job, included)
     if out.exists() and MADE_BY not in out.read_text(errors="replace"):
         raise UserError(f"{one_line(out)} exists and is no bundle: give another name with -o")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
-    asked_for = requirements.text(job, packages)
-    beside = [name for name in requirements.NAMES if _write_unless_foreign(out.parent / name, asked_for)]
-    untried = try_out(out, requirements.needed(job))
-    also = f", or with {' and '.join(beside)} beside it where packages are installed" if beside else ""
-    print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone{also}{untried}")
+    requirements_text = requirements.text(job, packages)
+    written_names = [name for name in requirements.NAMES if _write_unless_foreign(out.parent / name, requirements_text)]
+    note = try_out(out, requirements.needed(job))
+    hint = f", or with {' and '.join(written_names)} beside it where packages are installed" if written_names else ""
+    print(f"{out}: {len(text.encode()):,} bytes, {text.count(chr(10) + '# ==== ')} modules; upload it alone{hint}{note}")
     print(f"on ModelArts: Code Directory, the folder of the uploaded file; Boot File, {out.name}; Input data_url;")
     print("    Output train_url with Predownload: Yes. Every field: docs/modelarts.md")
-    _tell_what_is_left_out(job, wanted)
+    _print_left_out(job, included)
 
 
-def _tell_what_is_left_out(job: Path, wanted: Collection[str]) -> None:
-    if names := sorted(set(features.left_out(job, wanted).values())):
+def _print_left_out(job: Path, included: Collection[str]) -> None:
+    if names := sorted(set(features.left_out(job, included).values())):
         print(f"without {', '.join(names)}: --with NAME, or the job's options after --, put in what they need")
 
 
 def try_out(boot: Path, needed: set[str]) -> str:
-    """Run the bundle's --help; UserError if it fails. For a missing torch or package of `needed`, return a note instead."""
+    """Run the bundle's --help; UserError if it fails. Return a note if torch or a package of `needed` is missing."""
     lacking = sorted(requirements.OF_OURS - needed)
-    code = (
+    program = (
         f"import runpy, sys; sys.modules.update(dict.fromkeys({lacking})); sys.argv = [{str(boot.resolve())!r}, '--help']; "
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     with tempfile.TemporaryDirectory() as empty:
-        done = subprocess.run([sys.executable, "-EBc", code], cwd=empty, stdin=subprocess.DEVNULL, capture_output=True)
-    if not done.returncode:
+        result = subprocess.run([sys.executable, "-EBc", program], cwd=empty, stdin=subprocess.DEVNULL, capture_output=True)
+    if not result.returncode:
         return ""
-    said = (done.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-    missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", said)
+    error_line = (result.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {result.returncode}"])[-1]
+    missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", error_line)
     if missing and missing[1] in requirements.OF_AN_ENGINE | needed:
         return f"; not tried, because {missing[1]} is not installed here"
-    if refused := re.search(r"import of (\w+) halted", said):
-        said = f"a module imports {refused[1]}, which the platform may lack: import it in the job, so that it is asked for"
-    raise UserError(f"{one_line(boot)} is written, but does not show its --help in an empty folder: {one_line(said)}")
+    if refused := re.search(r"import of (\w+) halted", error_line):
+        error_line = (
+            f"a module imports {refused[1]}, which the platform may lack: import it in the job, so that it is asked for"
+        )
+    raise UserError(f"{one_line(boot)} is written, but does not show its --help in an empty folder: {one_line(error_line)}")
 
 
 def _write_unless_foreign(path: Path, text: str) -> bool:
     """Write the file, unless there is one that launch bundle has not made. Return whether it now has this text."""
-    if not path.exists() or requirements.MADE.match(path.read_text(errors="replace")):
+    if not path.exists() or requirements.GENERATED.match(path.read_text(errors="replace")):
         path.write_text(text)
     return path.read_text(errors="replace") == text
 
 
 def main(argv: list[str]) -> int:
-    words, job_options = split_words(argv)
+    verb_words, job_options = split_words(argv)
     parser = new_parser("bundle", __doc__)
     parser.add_argument("job", metavar="JOB", help="the job's file, such as jobs/train_ddp.py")
     parser.add_argument("-o", "--output", metavar="FILE", help="where the one file goes (default: dist/ and the job's name)")
@@ -248,11 +262,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--engine", metavar="NAME", help="the platform's engine that will run it: one that is too old is refused"
     )
-    about = f"also what is for one option alone: all, or some of {', '.join(features.FEATURES)}"
-    parser.add_argument("--with", dest="features", metavar="NAME[,NAME...]", action="append", default=[], help=about)
-    about = "with --folder: weights that go along, by a name as of launch weights, for a platform without Internet"
-    parser.add_argument("--weights", metavar="NAME", default="", help=about)
-    about = "true: replace a folder that launch bundle has written (default: false)"
-    parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=about)
-    options = parser.parse_args(words)
+    help_text = f"also what is for one option alone: all, or some of {', '.join(features.FEATURES)}"
+    parser.add_argument("--with", dest="features", metavar="NAME[,NAME...]", action="append", default=[], help=help_text)
+    help_text = "with --folder: weights that go along, by a name as of launch weights, for a platform without Internet"
+    parser.add_argument("--weights", metavar="NAME", default="", help=help_text)
+    help_text = "true: replace a folder that launch bundle has written (default: false)"
+    parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=help_text)
+    options = parser.parse_args(verb_words)
     return run_for_exit_code(lambda: run(options, job_options))

@@ -16,9 +16,9 @@ from launch.bundle.requirements import OF_ADDRESSES
 
 class Feature(NamedTuple):
     modules: tuple[str, ...]  # by which other modules come to it
-    asked_for_by: str  # a pattern of options with their values
+    option_pattern: str  # a pattern of options with their values
     package: str = ""  # that it cannot do without, by the name of its import
-    used_by_jobs_as: str = ""  # a package of ours: a job that imports it by itself has the feature
+    implied_by: str = ""  # a package of ours: a job that imports it by itself has the feature
 
 
 FEATURES = {
@@ -26,7 +26,7 @@ FEATURES = {
         ("common.storage.bucket", "common.storage.download", "common.storage.upload", "common.checkpoints.run_bucket"),
         "(s3|obs|oss)://",
         package=OF_ADDRESSES,
-        used_by_jobs_as="common.storage",
+        implied_by="common.storage",
     ),
     "dali": Feature(("datasets.dali",), r"--(data.backend[ =]|use.)?dali", package="nvidia"),
     "doctor": Feature(("common.doctor",), "--doctor"),
@@ -49,7 +49,7 @@ raise UserError({text!r})
 
 def of_options(options: Sequence[str]) -> set[str]:
     """Return the features that a job with these options needs."""
-    return {name for name, feature in FEATURES.items() if re.search(feature.asked_for_by, " ".join(options))}
+    return {name for name, feature in FEATURES.items() if re.search(feature.option_pattern, " ".join(options))}
 
 
 def named(names: Collection[str]) -> set[str]:
@@ -64,18 +64,18 @@ def packages(names: Collection[str]) -> set[str]:
     return {FEATURES[name].package for name in names if name != "all"} - {""}
 
 
-def left_out(job: Path, wanted: Collection[str]) -> dict[str, str]:
-    """Return {file: feature} of the modules of features that are neither wanted nor needed by the job."""
-    names = set(FEATURES) - set(wanted)
+def left_out(job: Path, included: Collection[str]) -> dict[str, str]:
+    """Return {file: feature} of the modules of features that are neither in `included` nor needed by the job."""
+    names = set(FEATURES) - set(included)
     while needed := _needed(job, _entries(names)):
         names -= needed
     entries = _entries(names)
     return {file: entries[file] for file in imports.modules_of(job) if file in entries}
 
 
-def stubs(job: Path, wanted: Collection[str]) -> dict[str, str]:
-    """Return {file: source} of what stands in for the modules that are left out."""
-    return {file: STUB.format(text=_refusal(job, name, wanted)) for file, name in left_out(job, wanted).items()}
+def stubs(job: Path, included: Collection[str]) -> dict[str, str]:
+    """Return {file: source} of the modules that replace those that are left out, and raise UserError when imported."""
+    return {file: STUB.format(text=_refusal(job, name, included)) for file, name in left_out(job, included).items()}
 
 
 def _entries(names: Iterable[str]) -> dict[str, str]:
@@ -83,31 +83,31 @@ def _entries(names: Iterable[str]) -> dict[str, str]:
     entries = {}
     for name in names:
         for module in FEATURES[name].modules:
-            place = module.replace(".", "/")
-            files = {f"{place}.py", f"{place}/__init__.py"} & set(imports.files_of(module))
+            stem = module.replace(".", "/")
+            files = {f"{stem}.py", f"{stem}/__init__.py"} & set(imports.files_of(module))
             entries.update(dict.fromkeys(files, name))
     return entries
 
 
 def _needed(job: Path, entries: Mapping[str, str]) -> set[str]:
     """Return those features of `entries` that the job itself imports anywhere, or another module as soon as it is imported."""
-    by_the_job = set(imports.names_in(job))
-    imported = set(by_the_job)
+    job_imports = set(imports.names_in(job))
+    imported = set(job_imports)
     for file in imports.modules_of(job, without=entries):
         imported.update(imports.names_in(imports.path_of(file), at_once=True))
     needed = {entries[file] for name in imported for file in imports.files_of(name) if file in entries}
-    used = {
-        name for name in entries.values() if (package := FEATURES[name].used_by_jobs_as) and _any_is_in(package, by_the_job)
-    }
-    return needed | used
+    implied = {name for name in entries.values() if (package := FEATURES[name].implied_by) and _any_is_in(package, job_imports)}
+    return needed | implied
 
 
 def _any_is_in(package: str, names: Iterable[str]) -> bool:
     return any(f"{name}.".startswith(f"{package}.") for name in names)
 
 
-def _refusal(job: Path, name: str, wanted: Collection[str]) -> str:
-    names = ",".join(sorted({*wanted, name}))
+def _refusal(job: Path, name: str, included: Collection[str]) -> str:
+    names = ",".join(sorted({*included, name}))
     path = job.resolve()
-    place = path.relative_to(imports.ROOT) if imports.ROOT in path.parents else path.name
-    return f"{name} is not in this bundle: make another with python -m launch bundle {shlex.quote(str(place))} --with {names}"
+    shown_path = path.relative_to(imports.ROOT) if imports.ROOT in path.parents else path.name
+    return (
+        f"{name} is not in this bundle: make another with python -m launch bundle {shlex.quote(str(shown_path))} --with {names}"
+    )

@@ -20,9 +20,9 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 READS_BESIDE = re.compile(r"\b(__file__|pkgutil|importlib\.resources|from importlib import resources)\b")
 
 
-def path_of(place: str) -> Path:
-    """Return where the file is that a bundle has at this place."""
-    return ROOT / ("launch/installed/__init__.py" if place == ANYRANK else place)
+def path_of(bundle_path: str) -> Path:
+    """Return the file of the repository that has this path in a bundle."""
+    return ROOT / ("launch/installed/__init__.py" if bundle_path == ANYRANK else bundle_path)
 
 
 def modules_of(job: Union[str, Path], without: Collection[str] = ()) -> list[str]:
@@ -30,21 +30,21 @@ def modules_of(job: Union[str, Path], without: Collection[str] = ()) -> list[str
 
     Neither the files in `without` are among them, nor what those alone import.
     """
-    places: set[str] = set()
-    left = [Path(job)]
-    while left:
-        for name in names_in(left.pop()):
+    module_paths: set[str] = set()
+    remaining = [Path(job)]
+    while remaining:
+        for name in names_in(remaining.pop()):
             imported = itertools.takewhile(lambda file: file not in without, files_of(name))
-            new = set(imported) - places
-            places |= new
-            left += [path_of(place) for place in new]
-    return sorted(places)
+            new = set(imported) - module_paths
+            module_paths |= new
+            remaining += [path_of(module_path) for module_path in new]
+    return sorted(module_paths)
 
 
 @functools.lru_cache(maxsize=1)
 def option_names(job: Union[str, Path]) -> list[str]:
     """Return each NAME for which the job or its modules have a string --NAME: the job's options, and a few other words."""
-    paths = [Path(job), *(path_of(place) for place in modules_of(job))]
+    paths = [Path(job), *(path_of(module_path) for module_path in modules_of(job))]
     return sorted({name for path in paths for text in _texts_in(path) for name in re.findall(r"^--([A-Za-z]\w*)", text)})
 
 
@@ -68,9 +68,9 @@ def names_in(path: Path, at_once: bool = False) -> Iterator[str]:
     `at_once`: only those that are imported with the file itself, and not when one of its functions is called, or for types.
     """
     nodes = _nodes(path)
-    later = {inner for node in nodes if at_once and _is_passed_over(node) for inner in ast.walk(node)}
+    skipped = {inner for node in nodes if at_once and _is_skipped_at_import(node) for inner in ast.walk(node)}
     for node in nodes:
-        if node in later:
+        if node in skipped:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -83,60 +83,68 @@ def names_in(path: Path, at_once: bool = False) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def is_of_ours(statement: ast.stmt) -> bool:
+def has_our_import(statement: ast.stmt) -> bool:
     """Whether a module of ours is imported in this statement."""
     inner = [node for node in ast.walk(statement) if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = [node.module if isinstance(node, ast.ImportFrom) else alias.name for node in inner for alias in node.names]
     return any(str(name).split(".")[0] in OURS for name in names)
 
 
-def _is_passed_over(node: ast.AST) -> bool:
-    """Whether Python does not run what is inside, when it imports the file."""
+def _is_skipped_at_import(node: ast.AST) -> bool:
+    """Return whether Python skips the body of this node when it imports the file: a function, or imports for types."""
     is_for_types = isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING"
     return is_for_types or isinstance(node, FUNCTIONS)
 
 
 def files_of(name: str) -> list[str]:
     """Return our files that Python runs to import `name`, in order: its packages and the module."""
-    words = name.split(".")
-    paths = ["/".join(words[:count]) for count in range(1, len(words) + 1)] if words[0] in OURS else []
-    places = [place for path in paths for place in (f"{path}.py", f"{path}/__init__.py")]
-    return [place for place in places if path_of(place).is_file()]
+    parts = name.split(".")
+    if parts[0] not in OURS:
+        return []
+    paths = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    candidates = [candidate for path in paths for candidate in (f"{path}.py", f"{path}/__init__.py")]
+    return [candidate for candidate in candidates if path_of(candidate).is_file()]
 
 
 def require_bundled_imports(job: Path) -> None:
     """Raise UserError for imports that a bundle would lack: from the job's folder, or from ROOT beside common and datasets."""
-    for path in (job, *(path_of(place) for place in modules_of(job))):
+    for path in (job, *(path_of(module_path) for module_path in modules_of(job))):
         for name in sorted({name.split(".")[0] for name in names_in(path)}):
             for folder in {job.parent.resolve(), ROOT}:
-                ours = (
-                    folder == ROOT and name in OURS
-                ) or name == "anyrank"  # beside a script there may be a clone of this name
-                if not ours and ((folder / f"{name}.py").is_file() or any((folder / name).glob("*.py"))):
-                    where = "its own folder" if folder == path.parent.resolve() else one_line(folder)
+                # Beside a script there may be a clone of anyrank.
+                is_ours = name == "anyrank" or (folder == ROOT and name in OURS)
+                if not is_ours and ((folder / f"{name}.py").is_file() or any((folder / name).glob("*.py"))):
+                    location = "its own folder" if folder == path.parent.resolve() else one_line(folder)
                     raise UserError(
-                        f"{one_line(path.name)} imports {name} from {where}, which a bundle leaves out: "
+                        f"{one_line(path.name)} imports {name} from {location}, which a bundle leaves out: "
                         "move it to common or datasets, or into the job"
                     )
 
 
 def packages_in(path: Path) -> set[str]:
+    """Return the top-level names that a file imports and that are neither ours nor of Python itself."""
     names = {name.split(".")[0] for name in names_in(path)}
-    return {name for name in names - {*OURS, *sys.builtin_module_names} if not _is_pythons(name)}
+    return {name for name in names - {*OURS, *sys.builtin_module_names} if not _is_in_stdlib(name)}
 
 
-def _is_pythons(name: str) -> bool:
+def _is_in_stdlib(name: str) -> bool:
     spec = PathFinder.find_spec(name)
-    place = Path(spec.origin) if spec and spec.origin else Path()
-    return Path(sysconfig.get_path("stdlib")) in place.parents and not {"site-packages", "dist-packages"} & {*place.parts}
+    origin = Path(spec.origin) if spec and spec.origin else Path()
+    return Path(sysconfig.get_path("stdlib")) in origin.parents and not {"site-packages", "dist-packages"} & {*origin.parts}
 
 
 def files_beside(path: Path) -> list[Path]:
-    """Return the non-Python files beside a module that its strings name, or whose folder, if it uses __file__ or the like."""
+    """Return the files that the strings of a module name, directly or by folder, and that are no Python.
+
+    [] unless the module uses __file__ or the like.
+    """
     source = "".join(line for line in path.read_text(encoding="utf-8").splitlines(True) if not line.startswith("sys.path."))
     if not READS_BESIDE.search(source):
         return []
     named = [path.parent / text for text in _texts_in(path) if re.fullmatch(r"\w[\w./-]*", text)]
-    found = {file for place in named for file in ([place] if place.is_file() else place.rglob("*")) if file.is_file()}
-    hidden = {file for file in found if any(part.startswith(".") for part in file.relative_to(path.parent).parts)}
-    return sorted(file for file in found - hidden if file.suffix not in (".py", ".pyc"))
+    matches: set[Path] = set()
+    for entry in named:
+        files = [entry] if entry.is_file() else entry.rglob("*")
+        matches.update(file for file in files if file.is_file())
+    hidden = {file for file in matches if any(part.startswith(".") for part in file.relative_to(path.parent).parts)}
+    return sorted(file for file in matches - hidden if file.suffix not in (".py", ".pyc"))

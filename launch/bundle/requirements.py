@@ -32,14 +32,17 @@ TEXT = """\
 # Of {job}: what it cannot train without, and an engine for PyTorch lacks. Nothing here changes torch, torchvision or numpy.
 # Left out where it is missing, with a line in the log: what matplotlib, tensorboard, scikit-learn and jinja2 make.
 """
-MADE = re.compile("# Of .*: what it cannot train without, ")  # the beginning of a file that text() made
+GENERATED = re.compile("# Of .*: what it cannot train without, ")  # the beginning of a file that text() made
 UNUSED = "# For a job that reads or writes s3://, obs:// or oss:// itself: "
 
 
-def text(job: Union[str, Path], also: Collection[str] = ()) -> str:
-    """Return the requirements.txt of a job; a relative path is below ROOT. `also`: packages that its options need."""
-    lines = [wanted(package_of(name)) for name in sorted({*needed(imports.ROOT / job), *also})]
-    if (boto3 := wanted(OF_ADDRESSES)) not in lines:
+def text(job: Union[str, Path], extra_packages: Collection[str] = ()) -> str:
+    """Return the requirements.txt of a job; a relative path is below ROOT.
+
+    `extra_packages`: those that its options need.
+    """
+    lines = [requirement(package_of(name)) for name in sorted({*needed(imports.ROOT / job), *extra_packages})]
+    if (boto3 := requirement(OF_ADDRESSES)) not in lines:
         lines.append(UNUSED + boto3)
     return TEXT.format(job=os.path.basename(job)) + "".join(f"{line}\n" for line in lines)
 
@@ -47,8 +50,8 @@ def text(job: Union[str, Path], also: Collection[str] = ()) -> str:
 def needed(job: Path) -> set[str]:
     """Return the import names of packages that the job cannot train without and that a platform's image may lack."""
     names = imports.packages_in(job)
-    for place in imports.modules_of(job):
-        names |= imports.packages_in(imports.path_of(place)) - OF_OURS
+    for module_path in imports.modules_of(job):
+        names |= imports.packages_in(imports.path_of(module_path)) - OF_OURS
     imported = [f"{name}." for name in imports.names_in(job)]
     names |= {name for module, name in OF_JOBS.items() if any(dotted.startswith(f"{module}.") for dotted in imported)}
     return names - OF_AN_ENGINE
@@ -62,15 +65,15 @@ def package_of(name: str) -> str:
     return installed.get(name, [name])[0]
 
 
-def wanted(package: str) -> str:
+def requirement(package: str) -> str:
     """Return a package's line, with its lowest version, from requirements.txt or pyproject.toml; else its name."""
-    for line in _lines_of_ours():
+    for line in _requirement_lines():
         if re.match(rf"{package}[>=;]", line):
             return line
     return package
 
 
-def _lines_of_ours() -> Iterator[str]:
+def _requirement_lines() -> Iterator[str]:
     """Yield the lines of requirements.txt and of the extras, also where pip has installed the project without these files."""
     if (ROOT / "requirements.txt").is_file():
         yield from (ROOT / "requirements.txt").read_text().splitlines()

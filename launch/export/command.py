@@ -66,26 +66,27 @@ class ExportedRun:
 
 
 def find(run: str) -> ExportedRun:
+    """Return the weights at RUN and what the files beside them say; UserError if there are none."""
     if is_address(run):
         raise UserError(f"{one_line(run)} is in a bucket: fetch it first, and give the folder")
     if os.path.isdir(run):
-        return _of_checkpoint(*_best(run))
+        return _from_checkpoint(*_best(run))
     if not os.path.isfile(run):
         raise UserError(f"{one_line(run)} does not exist: give the output folder of a run, a checkpoint or an epoch_N.pth")
     if os.path.exists(re.sub(r"\.pt$", "", run) + ".json"):
-        return _of_checkpoint(*checkpoint.read(run), run)
+        return _from_checkpoint(*checkpoint.read(run), run)
     epoch = names.epoch_of(os.path.basename(run)) if run.endswith(".pth") else None
     weights = read_weights(run)
     if about := about_weights(run):
         accuracy = about.get("metrics", {}).get("accuracy")
         return ExportedRun(run, weights, about, about.get("classes", []), accuracy, about.get("epoch"))
-    there = None
+    newest = None
     if epoch is not None:
         with contextlib.suppress(UserError):  # all checkpoints are damaged; they would only say more about the weights
-            there = checkpoint.newest(os.path.join(os.path.dirname(run), "checkpoints"))
-    if not there:
+            newest = checkpoint.newest(os.path.join(os.path.dirname(run), "checkpoints"))
+    if not newest:
         return ExportedRun(run, weights, {}, [], None, None)
-    state, about, _ = there
+    state, about, _ = newest
     accuracy = next((row.get("accuracy") for row in _history(state) if row["epoch"] == epoch), None)
     return ExportedRun(run, weights, about["arguments"], about.get("classes", []), accuracy, epoch)
 
@@ -104,7 +105,7 @@ def _best(run: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     return newest
 
 
-def _of_checkpoint(state: dict[str, Any], about: dict[str, Any], path: str) -> ExportedRun:
+def _from_checkpoint(state: dict[str, Any], about: dict[str, Any], path: str) -> ExportedRun:
     accuracy = next((row.get("accuracy") for row in _history(state) if row["samples"] == about["samples_seen"]), None)
     weights = evaluated_weights(state)
     return ExportedRun(path, weights, about["arguments"], about.get("classes", []), accuracy, about.get("epoch"))
@@ -114,70 +115,75 @@ def _history(state: dict[str, Any]) -> list[dict[str, Any]]:
     return state.get("run", {}).get("history", [])
 
 
-def class_names(found: ExportedRun, options: argparse.Namespace) -> list[str]:
+def class_names(exported_run: ExportedRun, options: argparse.Namespace) -> list[str]:
+    """Return the names of the classes from --classes, else from the run; UserError if neither has them."""
     if options.classes:
         return [line for line in map(str.strip, Path(options.classes).read_text(encoding="utf-8").splitlines()) if line]
-    if not found.classes:
-        raise UserError(f"{one_line(found.path)} does not say its classes: give --classes FILE, their names, one a line")
-    return found.classes
+    if not exported_run.classes:
+        raise UserError(f"{one_line(exported_run.path)} does not say its classes: give --classes FILE, their names, one a line")
+    return exported_run.classes
 
 
-def preprocessing(found: ExportedRun, options: argparse.Namespace) -> dict[str, Any]:
+def preprocessing(exported_run: ExportedRun, options: argparse.Namespace) -> dict[str, Any]:
     """Return how the evaluation of the run prepares a picture, as it is written to preprocessing.json."""
-    photographs = network.OWN_RESNET_KEY not in found.weights
-    size = options.image_size or (found.arguments.get("image_size") if photographs else CIFAR_SIZE)
+    has_photographs = network.OWN_RESNET_KEY not in exported_run.weights
+    size = options.image_size or (exported_run.arguments.get("image_size") if has_photographs else CIFAR_SIZE)
     if not size:
-        raise UserError(f"{one_line(found.path)} does not say the size of its pictures: give --image_size")
-    whole = found.arguments.get("resize") == "whole"
-    mean, std = (imagenet.MEAN, imagenet.STD) if photographs else (cifar10.MEAN, cifar10.STD)
-    mean = found.arguments.get("mean", mean)
-    std = found.arguments.get("std", std)
+        raise UserError(f"{one_line(exported_run.path)} does not say the size of its pictures: give --image_size")
+    is_squeezed = exported_run.arguments.get("resize") == "whole"
+    mean, std = (imagenet.MEAN, imagenet.STD) if has_photographs else (cifar10.MEAN, cifar10.STD)
+    mean = exported_run.arguments.get("mean", mean)
+    std = exported_run.arguments.get("std", std)
+    where = "before" if options.format == "safetensors" else "in"
     return {
         "size": size,
-        "resize": decode.short_side(size, found.arguments.get("crop_pct")) if photographs and not whole else size,
-        "crop": "none" if whole else "center",
-        "interpolation": "bicubic" if found.arguments.get("interpolation") == "bicubic" else "bilinear",
+        "resize": decode.short_side(size, exported_run.arguments.get("crop_pct"))
+        if has_photographs and not is_squeezed
+        else size,
+        "crop": "none" if is_squeezed else "center",
+        "interpolation": "bicubic" if exported_run.arguments.get("interpolation") == "bicubic" else "bilinear",
         "antialiased": True,
         "colours": "RGB",
         "input": "uint8 (N, 3, size, size), 0 to 255",
         "mean": mean,
         "std": std,
-        "normalised": f"{'before' if options.format == 'safetensors' else 'in'} the network: (pixel / 255 - mean) / std",
+        "normalised": f"{where} the network: (pixel / 255 - mean) / std",
     }
 
 
 def export(options: argparse.Namespace) -> None:
+    """Write the folder in the form of --format, and print what it has."""
     if options.format == "onnx":
-        network.need_onnx()
-    found = find(options.run)
-    arch = network.required_arch(found.weights, options.arch or found.arguments.get("arch"), found.path)
-    how = preprocessing(found, options)
-    classes = class_names(found, options)
-    plain = network.build(found.weights, found.path, arch, how["size"], len(classes))
-    whole = network.FromBytes(plain, how["mean"], how["std"]).train(False)
+        network.require_onnx()
+    exported_run = find(options.run)
+    arch = network.required_arch(exported_run.weights, options.arch or exported_run.arguments.get("arch"), exported_run.path)
+    settings = preprocessing(exported_run, options)
+    classes = class_names(exported_run, options)
+    model = network.build(exported_run.weights, exported_run.path, arch, settings["size"], len(classes))
+    from_bytes = network.FromBytes(model, settings["mean"], settings["std"]).train(False)
     files = {
         "preprocess.py": PREPROCESS.read_bytes(),
-        "preprocessing.json": _json(how),
+        "preprocessing.json": _json(settings),
         "classes.json": _json(classes),
     }
     folder = options.output
     program = options.format
     if options.format == "modelarts":
         folder = os.path.join(folder, "model")
-        files["config.json"] = _json(modelarts.config(found.accuracy, options.runtime))
+        files["config.json"] = _json(modelarts.config(exported_run.accuracy, options.runtime))
         files["customize_service.py"] = modelarts.SERVICE.encode()
-        files[modelarts.NETWORK] = network.as_torchscript(whole, how["size"])
+        files[modelarts.NETWORK] = network.as_torchscript(from_bytes, settings["size"])
     elif options.format == "onnx":
-        files["network.onnx"] = network.as_onnx(whole, how["size"])
+        files["network.onnx"] = network.as_onnx(from_bytes, settings["size"])
     elif options.format == "torch":
-        files["network.pt2"] = network.as_program(whole, how["size"])
+        files["network.pt2"] = network.as_program(from_bytes, settings["size"])
     else:
-        files["model.safetensors"] = safetensors.content(plain.state_dict())
-        if timms := safetensors.name_in_timm(arch):
-            files["config.json"] = _json(safetensors.config(timms, how, classes, plain))
+        files["model.safetensors"] = safetensors.content(model.state_dict())
+        if timm_name := safetensors.name_in_timm(arch):
+            files["config.json"] = _json(safetensors.config(timm_name, settings, classes, model))
             program = "timm"
-    score = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f} after epoch {found.epoch}"
-    title = f"{type(plain).__name__} of {one_line(found.path)}, {len(classes)} classes{score}"
+    score = "" if exported_run.accuracy is None else f", accuracy {exported_run.accuracy:.4f} after epoch {exported_run.epoch}"
+    title = f"{type(model).__name__} of {one_line(exported_run.path)}, {len(classes)} classes{score}"
     if program in readme.PROGRAMS:
         files["README.md"] = readme.page(title, program).encode()
     os.makedirs(folder, exist_ok=True)
@@ -186,7 +192,7 @@ def export(options: argparse.Namespace) -> None:
     for name, content in files.items():
         write_atomically(os.path.join(folder, name), content)
     if options.format in ("onnx", "torch"):  # ModelArts takes one .pth file, and that is the network
-        write_weights(os.path.join(folder, "weights.pth"), found.weights)
+        write_weights(os.path.join(folder, "weights.pth"), exported_run.weights)
     print(f"{one_line(folder)}: {title}")
 
 

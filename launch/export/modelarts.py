@@ -11,27 +11,29 @@ NETWORK = "network.pth"  # TorchScript, under the ending by which the platform k
 
 
 def config(accuracy: Optional[float], runtime: str) -> dict[str, Any]:
+    """Return config.json: the engine, the form of a request and its answer, and the packages to install."""
     picture = {"type": "object", "properties": {"images": {"type": "file"}}}
     score = {"type": "array", "minItems": 2, "maxItems": 2, "items": [{"type": "string"}, {"type": "number"}]}
-    answer = {
+    response = {
         "type": "object",
         "properties": {"predicted_label": {"type": "string"}, "scores": {"type": "array", "items": [score]}},
     }
-    needs = [{"package_name": "numpy"}, {"restraint": "ATLEAST", "package_version": "9.1.0", "package_name": "Pillow"}]
+    packages = [{"package_name": "numpy"}, {"restraint": "ATLEAST", "package_version": "9.1.0", "package_name": "Pillow"}]
+    metrics = {} if accuracy is None else {"metrics": {"accuracy": accuracy}}
     return {
         "model_algorithm": "image_classification",
         "model_type": "PyTorch",
         "runtime": runtime,
-        **({} if accuracy is None else {"metrics": {"accuracy": accuracy}}),
+        **metrics,
         "apis": [
             {
                 "url": "/",
                 "method": "post",
                 "request": {"Content-type": "multipart/form-data", "data": picture},
-                "response": {"Content-type": "application/json", "data": answer},
+                "response": {"Content-type": "application/json", "data": response},
             }
         ],
-        "dependencies": [{"installer": "pip", "packages": needs}],
+        "dependencies": [{"installer": "pip", "packages": packages}],
     }
 
 

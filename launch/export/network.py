@@ -65,7 +65,7 @@ class FromBytes(torch.nn.Module):
 
 
 def as_program(network: FromBytes, size: int) -> bytes:
-    """Return a file for torch.export.load; TrainingFailed if it answers otherwise than the network."""
+    """Return a file for torch.export.load; TrainingFailed if its outputs differ from the network's."""
     if devices.TORCH < FOR_PROGRAMS:
         raise UserError(f"--format torch needs torch 2.6 or later, and this is {torch.__version__}: take --format onnx")
     with _without_fast_attention():
@@ -76,7 +76,7 @@ def as_program(network: FromBytes, size: int) -> bytes:
 
 
 def as_torchscript(network: FromBytes, size: int) -> bytes:
-    """Return a file for torch.jit.load, which ModelArts' engines read; TrainingFailed if it answers otherwise."""
+    """Return a file for torch.jit.load, for ModelArts' engines; TrainingFailed if its outputs differ."""
     with _without_fast_attention(), warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", message=".*torch.jit")  # deprecated, and what those engines read
         program: Any = torch.jit.trace(network, _pictures(2, size), check_trace=False)
@@ -97,31 +97,34 @@ def _exported(network: torch.nn.Module, size: int) -> torch.export.ExportedProgr
 
 
 def _compare(network: torch.nn.Module, size: int, program: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raise TrainingFailed if the answers to one picture, and to three, are not those of the network."""
+    """Raise TrainingFailed if the program's outputs for one picture or three differ from the network's."""
     with torch.no_grad():
-        apart = max((program(some) - network(some)).abs().max().item() for some in (_pictures(1, size), _pictures(3, size)))
-    if not apart < TOLERANCE:
-        raise TrainingFailed(f"the exported program answers otherwise than the network, by {apart}: take another --format")
+        difference = max(
+            (program(images) - network(images)).abs().max().item() for images in (_pictures(1, size), _pictures(3, size))
+        )
+    if not difference < TOLERANCE:
+        raise TrainingFailed(f"the exported program answers otherwise than the network, by {difference}: take another --format")
 
 
-def need_onnx() -> None:
+def require_onnx() -> None:
+    """Raise UserError if a package that --format onnx needs is not installed."""
     needed = ("onnx", "onnxscript") if devices.TORCH >= FOR_PROGRAMS else ("onnx",)
     if missing := [name for name in needed if not importlib.util.find_spec(name)]:
         raise UserError(f"--format onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}, or take --format torch")
 
 
 def as_onnx(network: FromBytes, size: int) -> bytes:
-    """Return the network as an ONNX file, compared by onnxruntime where it is installed."""
+    """Return the network as an ONNX file; where onnxruntime is installed, its outputs are compared."""
     onnx: Any = importlib.import_module("onnx")
     names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
     with tempfile.TemporaryDirectory() as folder, _without_fast_attention():
         path = os.path.join(folder, "network.onnx")
         try:
             if devices.TORCH >= FOR_PROGRAMS:
-                made: Any = torch.onnx.export(
+                program: Any = torch.onnx.export(
                     _exported(network, size), (), dynamo=True, opset_version=OPSET, verbose=False, **names
                 )
-                made.save(path, external_data=False)
+                program.save(path, external_data=False)
                 if os.listdir(folder) != ["network.onnx"]:
                     raise UserError("--format onnx cannot hold so large a network in one file: take --format torch")
             else:
@@ -131,8 +134,8 @@ def as_onnx(network: FromBytes, size: int) -> bytes:
             raise UserError(f"--format onnx cannot hold this network: {one_line(error)[:200]}; take --format torch") from None
         onnx.checker.check_model(path, full_check=True)
         if importlib.util.find_spec("onnxruntime"):
-            runs = importlib.import_module("onnxruntime").InferenceSession(path)
-            _compare(network, size, lambda some: torch.from_numpy(runs.run(None, {"images": some.numpy()})[0]))
+            session = importlib.import_module("onnxruntime").InferenceSession(path)
+            _compare(network, size, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0]))
         return Path(path).read_bytes()
 
 
@@ -144,11 +147,11 @@ def _pictures(count: int, size: int) -> torch.Tensor:
 def _without_fast_attention() -> Iterator[None]:
     """Turn off attention's fast path, which no format can hold."""
     attention: Any = getattr(torch.backends, "mha", None)  # since torch 2.2
-    fast = attention and attention.get_fastpath_enabled()
+    was_enabled = attention and attention.get_fastpath_enabled()
     if attention:
         attention.set_fastpath_enabled(False)
     try:
         yield
     finally:
         if attention:
-            attention.set_fastpath_enabled(fast)
+            attention.set_fastpath_enabled(was_enabled)

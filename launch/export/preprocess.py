@@ -19,19 +19,23 @@ import numpy as np
 FORMATS = ["JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF"]  # all that Pillow may open, as in the run
 
 
-def settings() -> dict[str, Any]:
+def read_settings() -> dict[str, Any]:
+    """Return preprocessing.json, which says how the evaluation prepared a picture."""
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "preprocessing.json")) as file:
         return json.load(file)
 
 
-def preprocess(picture: object, how: dict[str, Any] | None = None) -> np.ndarray:
-    """Return uint8 (3, size, size): the middle of the resized picture or all of it, squeezed. `how`: instead of settings()."""
-    how = how or settings()
+def preprocess(picture: object, options: dict[str, Any] | None = None) -> np.ndarray:
+    """Return uint8 (3, size, size): the middle of the resized picture or all of it, squeezed.
+
+    `options`: in place of preprocessing.json.
+    """
+    options = options or read_settings()
     pixels = decoded(picture)
-    size = how["size"]
+    size = options["size"]
     height, width = pixels.shape[:2]
-    short = how["resize"]
-    if how["crop"] == "none":
+    short = options["resize"]
+    if options["crop"] == "none":
         height = width = size
     elif height < width:
         width = int(short * width / height)
@@ -39,7 +43,7 @@ def preprocess(picture: object, how: dict[str, Any] | None = None) -> np.ndarray
     else:
         height = int(short * height / width)
         width = short
-    pixels = resized(pixels, height, width, how["interpolation"])
+    pixels = resized(pixels, height, width, options["interpolation"])
     top = round((height - size) / 2)
     left = round((width - size) / 2)
     return np.ascontiguousarray(pixels[top : top + size, left : left + size].transpose(2, 0, 1))

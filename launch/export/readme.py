@@ -39,5 +39,6 @@ PROGRAMS = {
 
 
 def page(title: str, form: str) -> str:
+    """Return the README.md of an exported folder; `form` is a key of PROGRAMS."""
     imports, network, answer = PROGRAMS[form]
     return PAGE.format(title=title, imports=imports, network=network, answer=answer)

@@ -21,39 +21,40 @@ def name_in_timm(arch: Optional[str]) -> Optional[str]:
 
 
 def content(weights: dict[str, torch.Tensor]) -> bytes:
+    """Return the bytes of a safetensors file with these weights, the widest types first."""
     names = {kind: name for name, kind in SAFE_TYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     bodies = []
     end = 0
     for name, tensor in sorted(weights.items(), key=lambda item: (-item[1].element_size(), item[0])):  # so that each is aligned
         bodies.append(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        place = [end, end + len(bodies[-1])]
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
-        end = place[1]
+        offsets = [end, end + len(bodies[-1])]
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        end = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + b"".join(bodies)
 
 
-def config(name: str, how: dict[str, Any], classes: list[str], network: torch.nn.Module) -> dict[str, Any]:
-    """Return what timm reads, with its `name` of the network; `how`: as preprocessing.json has it."""
-    size = how["size"]
-    of_timm = getattr(network, "pretrained_cfg", {})
-    convolutions = [module for module, its in network.named_modules() if isinstance(its, torch.nn.Conv2d)]
+def config(name: str, settings: dict[str, Any], classes: list[str], network: torch.nn.Module) -> dict[str, Any]:
+    """Return the config.json of timm's network `name`; `settings`: the content of preprocessing.json."""
+    size = settings["size"]
+    timm_config = getattr(network, "pretrained_cfg", {})
+    convolutions = [layer for layer, module in network.named_modules() if isinstance(module, torch.nn.Conv2d)]
     return {
         "architecture": name,
         "num_classes": len(classes),
         "label_names": classes,
         "pretrained_cfg": {
             "input_size": [3, size, size],
-            "fixed_input_size": of_timm.get("fixed_input_size", False),
-            "interpolation": how["interpolation"],
-            "crop_pct": size / (how["resize"] + 0.5),  # of which timm takes the whole part of size / crop_pct
-            "crop_mode": "squash" if how["crop"] == "none" else "center",
-            "mean": how["mean"],
-            "std": how["std"],
+            "fixed_input_size": timm_config.get("fixed_input_size", False),
+            "interpolation": settings["interpolation"],
+            "crop_pct": size / (settings["resize"] + 0.5),  # of which timm takes the whole part of size / crop_pct
+            "crop_mode": "squash" if settings["crop"] == "none" else "center",
+            "mean": settings["mean"],
+            "std": settings["std"],
             "num_classes": len(classes),
-            "first_conv": of_timm.get("first_conv") or (convolutions or [None])[0],
-            "classifier": of_timm.get("classifier") or [*network.state_dict()][-1].rpartition(".")[0],
+            "first_conv": timm_config.get("first_conv") or (convolutions or [None])[0],
+            "classifier": timm_config.get("classifier") or [*network.state_dict()][-1].rpartition(".")[0],
         },
     }

@@ -41,13 +41,14 @@ def _is_ours(folder: Path) -> bool:
     return (folder / "common" / "packages.py").is_file()
 
 
-def _require_no_other(name: str, ours: Path) -> None:
+def _require_no_other(name: str, our_folder: Path) -> None:
+    """Raise ImportError if this program has another package or module of this name."""
     imported = getattr(sys.modules.get(name), "__path__", None)
     script = Path(sys.path[0]).resolve()
-    if imported is not None and str(ours / name) not in imported:
-        other = next(iter(imported), "a package")
-    elif script != ours and ((script / name / "__init__.py").exists() or (script / f"{name}.py").exists()):
-        other = str(script / name)
+    if imported is not None and str(our_folder / name) not in imported:
+        conflict = next(iter(imported), "a package")
+    elif script != our_folder and ((script / name / "__init__.py").exists() or (script / f"{name}.py").exists()):
+        conflict = str(script / name)
     else:
         return
     remedy = "rename it"
@@ -55,17 +56,18 @@ def _require_no_other(name: str, ours: Path) -> None:
         remedy = (
             "if it is Hugging Face's, write what load_dataset() gives to files in another script, and read them in this one"
         )
-    raise ImportError(f"anyrank has a package called {name}, and so has this program, {other}: {remedy}")
+    raise ImportError(f"anyrank has a package called {name}, and so has this program, {conflict}: {remedy}")
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for only then: torch takes seconds, and the command does not always need it."""
+    """Import Run, run_job or start at its first use: torch takes seconds, and the command may not need it."""
     if name not in _MODULES:
         raise AttributeError(f"module 'anyrank' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def main() -> int:
+    """Run the command `anyrank`, which is python -m launch under another name."""
     return importlib.import_module("launch.__main__").main(sys.argv[1:])
 
 

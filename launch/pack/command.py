@@ -56,14 +56,14 @@ def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
         _require_photographs(root)
     _require_elsewhere(root, folder, below=not files.manifest_of(root))
     os.makedirs(folder, exist_ok=True)
-    with once.locked(os.path.join(folder, ".pack"), _busy(folder)):
+    with once.locked(os.path.join(folder, ".pack"), _busy_message(folder)):
         notes = os.path.join(folder, ".tree")
         trees = _photographs(root, notes, options)
-        plans = [ShardPlan(files, split, folder, options) for files, split in zip(trees, splits.SPLITS)]
+        plans = [ShardPlan(part, split, folder, options) for part, split in zip(trees, splits.SPLITS)]
         identities = {plan.split: plan.identity for plan in plans}
         _clear(folder, identities, options.overwrite)
         missing = [(plan, shard) for plan in plans for shard in plan.missing()]
-        _need_space(folder, sum(shard.size for _, shard in missing))
+        _require_space(folder, sum(shard.size for _, shard in missing))
         _mark(folder, identities)
         for plan, _ in missing:
             remove(packed.index_path(folder, plan.split))  # it describes shards that are about to be replaced
@@ -78,32 +78,36 @@ def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
 
 
 def pack_parquet(paths: list[str], folder: str, options: argparse.Namespace) -> list[str]:
-    """The same, of files of parquet."""
+    """Make the missing shards and the indexes of a pack of parquet files; return the names of all shards."""
     if options.form != "original":
         raise UserError(f"--form {options.form} is for pictures in folders: leave it out")
     _require_elsewhere(options.root, folder, below=False)
     os.makedirs(folder, exist_ok=True)
-    with once.locked(os.path.join(folder, ".pack"), _busy(folder)):
-        made, classes, identity = parquet.plan(paths, options.shard_mb, options.classes)
+    with once.locked(os.path.join(folder, ".pack"), _busy_message(folder)):
+        planned, classes, identity = parquet.plan(paths, options.shard_mb, options.classes)
         _clear(folder, dict.fromkeys(splits.SPLITS, identity), options.overwrite)
-        missing = [rows for rows in made if not os.path.exists(os.path.join(folder, rows.name))]
-        _need_space(folder, sum(rows.size for rows in missing))
+        missing = [rows for rows in planned if not os.path.exists(os.path.join(folder, rows.name))]
+        _require_space(folder, sum(rows.size for rows in missing))
         _mark(folder, dict.fromkeys(splits.SPLITS, identity))
         progress = Progress("packing", len(missing), "shards", sum(rows.size for rows in missing))
         in_threads(options.workers, lambda rows, done: parquet.write(rows, folder, done), missing, progress)
-        names = {split: [rows.name for rows in made if rows.split == split] for split in {rows.split: 0 for rows in made}}
+        names: dict[str, list[str]] = {}
+        for rows in planned:
+            names.setdefault(rows.split, []).append(rows.name)
         index.index(folder, argparse.Namespace(**{**vars(options), "overwrite": True}), names, classes)
-    return [rows.name for rows in made]
+    return [rows.name for rows in planned]
 
 
-def _busy(folder: str) -> str:
+def _busy_message(folder: str) -> str:
     return f"another pack is being made in {one_line(folder)}: wait for it, or give another folder"
 
 
 def _require_photographs(root: str) -> None:
     """Raise UserError, before a folder is made, unless ROOT holds photographs."""
     require_folder("ROOT", root, "give the folder of the photographs")
-    for split in () if splits.is_unsplit(root) else splits.SPLITS:
+    if splits.is_unsplit(root):
+        return
+    for split in splits.SPLITS:
         if not os.path.isdir(os.path.join(root, split)):
             raise UserError(
                 f"{one_line(root)} has no folder {split}: give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it, or with "
@@ -121,31 +125,35 @@ def _require_elsewhere(root: str, folder: str, below: bool = True) -> None:
         raise UserError(f"OUT {one_line(folder)} is in the folder whose files are to be packed: give a folder elsewhere")
 
 
-def _photographs(root: str, index: str, options: argparse.Namespace) -> Sequence[tree.Tree]:
+def _photographs(root: str, index_folder: str, options: argparse.Namespace) -> Sequence[tree.Tree]:
     """Return the photographs for training and validation. `index`: the folder for their index."""
     if labels := files.manifest_of(root):
-        found, undivided = manifest.load(labels, index_folder=index)
+        photographs, is_undivided = manifest.load(labels, index_folder=index_folder)
     else:
-        undivided = splits.is_unsplit(root)
-        parts = [root] if undivided else [os.path.join(root, split) for split in splits.SPLITS]
-        found = [tree.load(part, index) for part in parts]
-    found = [part.without_larger(options.max_megapixels) for part in found]
-    return splits.hold_out(found[0], options.seed) if undivided else found
+        is_undivided = splits.is_unsplit(root)
+        folders = [root] if is_undivided else [os.path.join(root, split) for split in splits.SPLITS]
+        photographs = [tree.load(part, index_folder) for part in folders]
+    photographs = [part.without_larger(options.max_megapixels) for part in photographs]
+    return splits.hold_out(photographs[0], options.seed) if is_undivided else photographs
 
 
 def _describe(plans: list[ShardPlan], count: int, progress: Progress) -> str:
-    notes = [shard.made for plan in plans for shard in plan.shards]
+    """Return the summary that pack() prints; `count`: how many shards this start has made."""
+    notes = [shard.note for plan in plans for shard in plan.shards]
     reasons: Counter[str] = Counter()
     for plan in plans:
         reasons.update({reason: len(names) for reason, names in plan.files.left_out.items()})
     images = sum(len(plan.files) for plan in plans)
-    size = sum(sum(made["length"]) for made in notes) / MIB
-    counted = ", ".join(f"{reason}: {number}" for reason, number in sorted(reasons.items())) or "nothing"
-    lost = sum(made["stored_heights"].count(0) for made in notes)
-    return (
+    size = sum(sum(note["length"]) for note in notes) / MIB
+    left_out = ", ".join(f"{reason}: {number}" for reason, number in sorted(reasons.items())) or "nothing"
+    lost = sum(note["stored_heights"].count(0) for note in notes)
+    text = (
         f"{plans[0].folder} has {images} images, {size:.1f} MiB, in {len(notes)} shards; "
-        f"made {count} of them now ({progress.describe()}); left out: {counted}"
-    ) + (f"; packed, though they cannot be decoded: {lost}" if lost else "")
+        f"made {count} of them now ({progress.describe()}); left out: {left_out}"
+    )
+    if lost:
+        text += f"; packed, though they cannot be decoded: {lost}"
+    return text
 
 
 def _marker(folder: str, split: str) -> str:
@@ -164,14 +172,14 @@ def _clear(folder: str, identities: dict[str, str], overwrite: bool) -> None:
             os.unlink(os.path.join(folder, name))
     names = [name for name in os.listdir(folder) if OURS.fullmatch(name)]
     for split, identity in identities.items():
-        there = [name for name in names if name.lstrip(".").startswith(f"{split}-")]
-        if there and _identity(folder, split) != identity:
+        existing = [name for name in names if name.lstrip(".").startswith(f"{split}-")]
+        if existing and _identity(folder, split) != identity:
             if not overwrite:
                 raise UserError(
-                    f"{one_line(folder)} has a pack of other photographs or settings ({len(there)} files of {split}): "
+                    f"{one_line(folder)} has a pack of other photographs or settings ({len(existing)} files of {split}): "
                     "give another folder, or --overwrite true"
                 )
-            for name in sorted(there, reverse=True):  # the index before its shards
+            for name in sorted(existing, reverse=True):  # the index before its shards
                 os.unlink(os.path.join(folder, name))
 
 
@@ -184,11 +192,12 @@ def _identity(folder: str, split: str) -> Optional[str]:
     return None
 
 
-def _need_space(folder: str, need: int) -> None:
+def _require_space(folder: str, size: int) -> None:
+    """Raise UserError if the disk of the folder has less than `size` and SPARE bytes free."""
     free = shutil.disk_usage(folder).free
-    if need + SPARE > free:
+    if size + SPARE > free:
         raise UserError(
-            f"{one_line(folder)} has {free / MIB:.0f} MiB free, the pack needs {(need + SPARE) / MIB:.0f} MiB: "
+            f"{one_line(folder)} has {free / MIB:.0f} MiB free, the pack needs {(size + SPARE) / MIB:.0f} MiB: "
             "give a folder on a larger disk"
         )
 
@@ -196,10 +205,12 @@ def _need_space(folder: str, need: int) -> None:
 def publish(folder: str, shards: list[str], url: str, overwrite: bool) -> None:
     """Upload the files that the bucket lacks, indexes last; UserError if another pack is there, unless `overwrite`."""
     store = bucket.Bucket(url)
-    there = {store.relative(item.key): item for item in store.items(store.key_prefix())}
+    published = {store.relative(item.key): item for item in store.items(store.key_prefix())}
     indexes = [os.path.basename(packed.index_path("", split)) for split in splits.SPLITS]
-    missing = [name for name in [*shards, *indexes] if not upload.is_up_to_date(there.get(name), os.path.join(folder, name))]
-    for name in [name for name in indexes if name in missing and name in there]:
+    missing = [
+        name for name in [*shards, *indexes] if not upload.is_up_to_date(published.get(name), os.path.join(folder, name))
+    ]
+    for name in [name for name in indexes if name in missing and name in published]:
         if not overwrite:
             raise UserError(f"{one_line(url)} has another pack: give another address, or --overwrite true")
         store.ask("delete_object", store.key_prefix() + name)
@@ -228,30 +239,30 @@ def verify(folder: str, root: Optional[str], workers: int) -> None:
         tiles.require_jpegtran()
     if root and not any(os.path.exists(_original(part, 0, split, root)) for part, split in zip(parts, splits.SPLITS)):
         raise UserError(f"{one_line(folder)} was not packed from {one_line(root)}, which has other names: leave it out")
-    pairs = [(files, split, number) for files, split in zip(parts, splits.SPLITS) for number in range(len(files.shards))]
-    size = sum(files.shards[number]["size"] for files, _, number in pairs)
+    pairs = [(samples, split, number) for samples, split in zip(parts, splits.SPLITS) for number in range(len(samples.shards))]
+    size = sum(samples.shards[number]["size"] for samples, _, number in pairs)
     progress = Progress("verifying", len(pairs), "shards", size)
     damaged: list[str] = []
     changed: list[str] = []
 
-    def look(one: tuple[packed.Packed, str, int], done: Done) -> None:
-        files, split, number = one
-        found = files.find_damage(number)
-        done(files.shards[number]["size"])
-        if found:
-            damaged.append(found)
-            say(f"damaged: {found}")
+    def check_shard(item: tuple[packed.Packed, str, int], done: Done) -> None:
+        samples, split, number = item
+        damage = samples.find_damage(number)
+        done(samples.shards[number]["size"])
+        if damage:
+            damaged.append(damage)
+            say(f"damaged: {damage}")
         elif root:
-            others = [
-                one_line(files.path(n))
-                for n in np.flatnonzero(files.shard == number).tolist()
-                if not _is_original(files, n, _original(files, n, split, root))
+            different = [
+                one_line(samples.path(sample))
+                for sample in np.flatnonzero(samples.shard == number).tolist()
+                if not _is_original(samples, sample, _original(samples, sample, split, root))
             ]
-            changed.extend(others)
-            for name in others:
+            changed.extend(different)
+            for name in different:
                 say(f"another picture than in {one_line(root)}: {name}")
 
-    in_threads(workers, look, pairs, progress)
+    in_threads(workers, check_shard, pairs, progress)
     if damaged:
         raise TrainingFailed(
             f"{len(damaged)} of {len(pairs)} shards are damaged: delete them, then fetch them again or have "
@@ -264,18 +275,18 @@ def verify(folder: str, root: Optional[str], workers: int) -> None:
             f"{len(changed)} of {images} pictures are not those of {one_line(root or '')}: delete the shards that have them, "
             f"{names} and so on, and pack it again"
         )
-    same = f", and are the pictures of {one_line(root)}" if root else ""
-    print(f"{one_line(folder)}: {images} images in {len(pairs)} shards are as they were packed{same} ({progress.describe()})")
+    suffix = f", and are the pictures of {one_line(root)}" if root else ""
+    print(f"{one_line(folder)}: {images} images in {len(pairs)} shards are as they were packed{suffix} ({progress.describe()})")
 
 
-def _original(files: packed.Packed, number: int, split: str, root: str) -> str:
+def _original(samples: packed.Packed, number: int, split: str, root: str) -> str:
     below = os.path.join(root, split)
-    return os.path.join(below if os.path.isdir(below) else root, files.names[number])
+    return os.path.join(below if os.path.isdir(below) else root, samples.names[number])
 
 
-def _is_original(files: packed.Packed, number: int, path: str) -> bool:
-    """Whether a sample has the bytes of its original or, if it is in tiles, the original's coefficients."""
-    stored = files.read(number)
+def _is_original(samples: packed.Packed, number: int, path: str) -> bool:
+    """Return whether a sample has the bytes of its original or, if it is in tiles, the original's coefficients."""
+    stored = samples.read(number)
     try:
         with open(path, "rb") as file:
             content = file.read()
@@ -285,11 +296,13 @@ def _is_original(files: packed.Packed, number: int, path: str) -> bool:
 
 
 def run(options: argparse.Namespace) -> None:
+    """Make a pack and publish it if OUT is a bucket, or do what --index or --verify asks for."""
     if options.index:
         return index.index(options.index, options)
     if options.verify:
         labels = files.manifest_of(options.root or "")
-        return verify(options.verify, manifest.load(labels)[0][0].folder if labels else options.root, options.workers)
+        root = manifest.load(labels)[0][0].folder if labels else options.root
+        return verify(options.verify, root, options.workers)
     if options.form == "tiled":
         tiles.require_jpegtran()
     url = options.out if is_address(options.out) else None
@@ -304,25 +317,27 @@ def run(options: argparse.Namespace) -> None:
 
 def main(argv: list[str]) -> int:
     parser = new_parser("pack", __doc__)
-    forms = "; ".join(f"{form}: {what}" for form, what in FORMS.items())
-    mb = number(float, above=0)
-    threads = number(int, at_least=1, below=257)
+    forms = "; ".join(f"{form}: {help_text}" for form, help_text in FORMS.items())
+    positive = number(float, above=0)
+    thread_count = number(int, at_least=1, below=257)
     parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder of the photographs or of .parquet, or a .manifest")
     parser.add_argument("out", nargs="?", metavar="OUT", help="a folder, or a bucket (s3://, obs://, oss://)")
     parser.add_argument("--form", choices=FORMS, default="original", help=f"what is stored (default: original). {forms}")
-    parser.add_argument("--shard_mb", type=mb, default=256.0, help="MiB of a shard at most (default: 256), or one image")
-    parser.add_argument("--workers", type=threads, default=WORKERS, help=f"how many shards at a time (default: {WORKERS})")
+    parser.add_argument("--shard_mb", type=positive, default=256.0, help="MiB of a shard at most (default: 256), or one image")
+    parser.add_argument("--workers", type=thread_count, default=WORKERS, help=f"how many shards at a time (default: {WORKERS})")
     files.add_max_megapixels(parser)
-    seed = number(int, at_least=0, below=2**31)
-    parser.add_argument("--seed", type=seed, default=0, help="of the training, which decides what of CLASS/*.JPEG is held out")
-    what = "true: replace another pack in OUT (default: false)"
-    parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=what)
+    seed_number = number(int, at_least=0, below=2**31)
+    parser.add_argument(
+        "--seed", type=seed_number, default=0, help="of the training, which decides what of CLASS/*.JPEG is held out"
+    )
+    help_text = "true: replace another pack in OUT (default: false)"
+    parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=help_text)
     parser.add_argument("--index", metavar="FOLDER", help="make a pack of the tar shards of WebDataset in a folder or bucket")
-    names = "names of the classes, one a line, where labels are numbers (default: classnames.txt beside the shards)"
-    parser.add_argument("--classes", metavar="FILE", help=names)
+    classes_help = "names of the classes, one a line, where labels are numbers (default: classnames.txt beside the shards)"
+    parser.add_argument("--classes", metavar="FILE", help=classes_help)
     parser.add_argument("--verify", metavar="OUT", help="read the pack in this folder and name what is damaged")
     options = parser.parse_args(argv)
-    one = sum(map(bool, (options.out, options.index, options.verify))) == 1
-    if not one or (options.out and not options.root) or (options.root and options.index):
+    has_one_action = sum(map(bool, (options.out, options.index, options.verify))) == 1
+    if not has_one_action or (options.out and not options.root) or (options.root and options.index):
         parser.error("give ROOT and OUT, --index FOLDER, or --verify OUT")
     return run_for_exit_code(lambda: run(options), options.out or options.verify or options.index)

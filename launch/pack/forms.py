@@ -30,7 +30,7 @@ def size(form: str, height: int, width: int) -> tuple[int, int]:
     return height, width
 
 
-def expected(form: str, length: int, height: int, width: int) -> int:
+def expected_length(form: str, length: int, height: int, width: int) -> int:
     """Return how many bytes will be stored of a picture whose file has `length` bytes; an estimate if the form changes it."""
     height_kept, width_kept = size(form, height, width)
     if form == "raw":
@@ -44,9 +44,9 @@ def stored(form: str, content: bytes, special: bool, height: int, width: int) ->
     """Return (bytes, height, width) to store. A file that the form cannot change is kept, with sides of 0 if decoding fails."""
     from PIL import Image
 
-    kept = size(form, height, width)
-    whole = kept == (height, width)
-    if form == "original" or (form in SHORT_SIDE and whole and not special and content.startswith(b"\xff\xd8")):
+    stored_size = size(form, height, width)
+    keeps_size = stored_size == (height, width)
+    if form == "original" or (form in SHORT_SIDE and keeps_size and not special and content.startswith(b"\xff\xd8")):
         return content, height, width
     if form == "tiled":
         try:
@@ -57,12 +57,12 @@ def stored(form: str, content: bytes, special: bool, height: int, width: int) ->
         picture = decode.decode_with_pillow(content)
     except Exception:  # a damaged file may cause any error in a decoder
         return content, 0, 0
-    if not whole:  # bicubic: a loader resizes it again, and bilinear twice would blur it
-        picture = picture.resize((kept[1], kept[0]), Image.Resampling.BICUBIC)
+    if not keeps_size:  # bicubic: a loader resizes it again, and bilinear twice would blur it
+        picture = picture.resize((stored_size[1], stored_size[0]), Image.Resampling.BICUBIC)
     if form == "raw":
-        return _header(*kept) + picture.tobytes(), *kept
+        return _header(*stored_size) + picture.tobytes(), *stored_size
     picture.save(buffer := io.BytesIO(), "JPEG", quality=QUALITY[form], optimize=True)
-    return buffer.getvalue(), *kept
+    return buffer.getvalue(), *stored_size
 
 
 def _header(height: int, width: int) -> bytes:

@@ -37,13 +37,13 @@ WINDOW = 4 << 20  # bytes that are read at a time
 LONGEST_LABEL = 1 << 20  # bytes
 WORDS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "eval"), "test": ("test", "testing")}
 
-Part = Callable[[int, int], bytes]  # the bytes of a shard, from where and how many
+ReadRange = Callable[[int, int], bytes]  # the bytes of a shard, from where and how many
 # Label, name, place and length of a picture, its checksum, what it is.
 Row = tuple[Optional[labels.Label], str, int, int, int, tree.Verdict]
 
 
 @dataclasses.dataclass
-class Indexed:
+class IndexedShard:
     name: str
     size: int
     sha256: str
@@ -53,36 +53,39 @@ class Indexed:
 def index(
     place: str, options: argparse.Namespace, names: Optional[dict[str, list[str]]] = None, classes: Sequence[str] = ()
 ) -> None:
-    """Write the indexes beside the shards of a folder or bucket, of all of which a fifth is held out if no name says val.
+    """Write the indexes beside the shards of a folder or bucket; without a shard for val, hold out a fifth.
 
-    `names`: the shards of each split, and `classes`: their names, if the caller knows them.
+    `names`: the shards of each split; `classes`: the names of the classes; found in the folder where they are not given.
     """
-    sizes, part_of = (_of_bucket if is_bucket(place) else _of_folder)(place)
+    sizes, reader_of = (_open_bucket if is_bucket(place) else _open_folder)(place)
     if not options.overwrite and sizes.keys() & {packed.index_path("", split) for split in splits.SPLITS}:
         raise UserError(f"{one_line(place)} has an index: give --overwrite true to replace it")
     names = names or by_split(sorted(name for name in sizes if name.endswith(".tar")), place)
     if options.classes:
         classes = labels.read_names(options.classes)
     elif labels.NAMES in sizes:
-        classes = labels.parse_names(part_of(labels.NAMES)(0, sizes[labels.NAMES]), labels.NAMES) or classes
-    shards = [name for of_split in names.values() for name in of_split]
-    found: dict[str, Indexed] = {}
+        classes = labels.parse_names(reader_of(labels.NAMES)(0, sizes[labels.NAMES]), labels.NAMES) or classes
+    shards = [name for shard_names in names.values() for name in shard_names]
+    indexed: dict[str, IndexedShard] = {}
 
     def work(name: str, done: Callable[[int], None]) -> None:
-        found[name] = _read(f"{place}/{name}", name, sizes[name], part_of(name))
+        indexed[name] = _index_shard(f"{place}/{name}", name, sizes[name], reader_of(name))
         done(sizes[name])
 
     progress = Progress("indexing", len(shards), "shards", sum(sizes[name] for name in shards))
     in_threads(options.workers, work, shards, progress)
     examples: dict[labels.Label, str] = {}
     for shard in shards:
-        for label, name, *_, verdict in found[shard].rows:
+        for label, name, *_, verdict in indexed[shard].rows:
             if label is not None and not isinstance(verdict, str):
                 examples.setdefault(label, f"{shard}:{name}")
     if not examples:
         raise UserError(f"{one_line(place)} has no picture with a class: each needs KEY.cls, KEY.json or a folder in its name")
     classes, numbers = labels.number_classes(examples, classes, place)
-    parts = {split: _part(place, [found[name] for name in of_split], classes, numbers) for split, of_split in names.items()}
+    parts = {
+        split: _packed_split(place, [indexed[name] for name in shard_names], classes, numbers)
+        for split, shard_names in names.items()
+    }
     if "val" not in parts:
         parts = dict(zip(splits.SPLITS, splits.hold_out(parts["train"], options.seed)))
     with tempfile.TemporaryDirectory() as folder:
@@ -91,55 +94,61 @@ def index(
             storage.publish(packed.index_path(folder, split), packed.index_path(place, split))
     counts = ", ".join(f"{len(part)} for {split}" for split, part in parts.items())
     for part in parts.values():
-        for reason, left in part.left_out.items():
-            say(f"left out, {reason}: {len(left)}, the first {one_line(left[0])}")
+        for reason, omitted in part.left_out.items():
+            say(f"left out, {reason}: {len(omitted)}, the first {one_line(omitted[0])}")
     print(f"{one_line(place)}: {counts}, {len(classes)} classes, in {len(shards)} shards ({progress.describe()})", flush=True)
 
 
 def by_split(names: Sequence[str], place: str) -> dict[str, list[str]]:
-    """Return {"train": names, "val": names} by the words in them; all are for training if no name says anything."""
-    said: dict[str, list[str]] = defaultdict(list)
+    """Return {"train": names, "val": names} by the words in the names; all are for training if none has such a word."""
+    names_of: dict[str, list[str]] = defaultdict(list)
     for name in names:
         words = re.findall("[a-z]+", os.path.basename(name).lower())
-        said[next((split for split, its in WORDS.items() if {*words} & {*its}), "")].append(name)
-    silent = said.pop("", [])
-    training = said.pop("train", [])
-    if not names or (silent and (training or said)) or (said and not training):
-        wrong = f"{one_line((silent or names)[0])}, and none for training" if names else "no .tar"
-        raise UserError(f"{one_line(place)} has {wrong}: give files that all have train or val in their names, or none of them")
-    if "val" in said and "test" in said:
-        say(f"left out, for testing: {count(len(said['test']), 'file')}, the first {one_line(said['test'][0])}")
-    held = said["val"] or said["test"]
-    return {"train": training or silent, **({"val": held} if held else {})}
+        split = next((split for split, split_words in WORDS.items() if {*words} & {*split_words}), "")
+        names_of[split].append(name)
+    unmarked = names_of.pop("", [])
+    training = names_of.pop("train", [])
+    if not names or (unmarked and (training or names_of)) or (names_of and not training):
+        problem = f"{one_line((unmarked or names)[0])}, and none for training" if names else "no .tar"
+        raise UserError(
+            f"{one_line(place)} has {problem}: give files that all have train or val in their names, or none of them"
+        )
+    if "val" in names_of and "test" in names_of:
+        say(f"left out, for testing: {count(len(names_of['test']), 'file')}, the first {one_line(names_of['test'][0])}")
+    result = {"train": training or unmarked}
+    if held_out := names_of["val"] or names_of["test"]:
+        result["val"] = held_out
+    return result
 
 
 # --- Where the shards are ----------------------------------------------------------------------------------------------
 
 
-def _of_folder(place: str) -> tuple[dict[str, int], Callable[[str], Part]]:
+def _open_folder(place: str) -> tuple[dict[str, int], Callable[[str], ReadRange]]:
     """Return ({name: size}, a function that returns the Part of a name)."""
     require_folder("the folder", place, "give the one that has the shards")
     with os.scandir(place) as entries:
-        there = [entry for entry in entries if not entry.name.startswith(".") and not entry.is_dir()]
+        visible = [entry for entry in entries if not entry.name.startswith(".") and not entry.is_dir()]
     try:
-        sizes = {entry.name: entry.stat().st_size for entry in there}
+        sizes = {entry.name: entry.stat().st_size for entry in visible}
     except OSError as error:  # a link to a shard that is gone
         raise files.unreadable_error(error) from None
     if not os.access(place, os.W_OK):
         raise UserError(f"{one_line(place)} cannot be written to, and the index belongs there: give a folder that can")
-    return sizes, functools.partial(_part_of_file, place)
+    return sizes, functools.partial(_file_reader, place)
 
 
-def _part_of_file(place: str, name: str) -> Part:
-    def part(begin: int, length: int) -> bytes:
+def _file_reader(place: str, name: str) -> ReadRange:
+    def read_range(begin: int, length: int) -> bytes:
         with open_regular(os.path.join(place, name)) as file:
             file.seek(begin)
             return file.read(length)
 
-    return part
+    return read_range
 
 
-def _of_bucket(place: str) -> tuple[dict[str, int], Callable[[str], Part]]:
+def _open_bucket(place: str) -> tuple[dict[str, int], Callable[[str], ReadRange]]:
+    """Return what _open_folder() returns, for the address of a bucket."""
     store = bucket.Bucket(place)
     items = {store.relative(item.key): item for item in store.items(store.key_prefix())}
     reader = ranges.Ranges(store, Patience())
@@ -153,49 +162,50 @@ def _of_bucket(place: str) -> tuple[dict[str, int], Callable[[str], Part]]:
 class _Stream(io.RawIOBase):
     """A shard from its beginning to its end, with the SHA-256 of what was read."""
 
-    def __init__(self, size: int, part: Part) -> None:
+    def __init__(self, size: int, read_range: ReadRange) -> None:
         self.digest = hashlib.sha256()
-        self._at = 0
+        self._position = 0
         self._size = size
-        self._part = part
+        self._read_range = read_range
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        length = min(len(buffer), self._size - self._at)
-        content = self._part(self._at, length) if length else b""
+        length = min(len(buffer), self._size - self._position)
+        content = self._read_range(self._position, length) if length else b""
         self.digest.update(content)
-        self._at += len(content)
+        self._position += len(content)
         buffer[: len(content)] = content
         return len(content)
 
 
-def _read(path: str, name: str, size: int, part: Part) -> Indexed:
-    stream = _Stream(size, part)
+def _index_shard(path: str, name: str, size: int, read_range: ReadRange) -> IndexedShard:
+    """Return the rows of a shard and its SHA-256; UserError if it is damaged, or a label in it is unclear."""
+    stream = _Stream(size, read_range)
     samples = defaultdict(dict)
     try:
         for member, place, content in untrusted.in_tar(io.BufferedReader(stream, WINDOW), _is_wanted):
             key, kind = _key_and_kind(member)
-            its = samples[key]
+            sample = samples[key]
             kind = "picture" if kind in PICTURES else kind
-            if kind in its:
+            if kind in sample:
                 raise ValueError(f"{one_line(key)[:80]} has two of {kind}")
             if kind == "picture":
                 verdict = tree.judge_open(io.BytesIO(content), f"{path}:{member}")
-                its[kind] = member, place, len(content), crc32(content), verdict
+                sample[kind] = member, place, len(content), crc32(content), verdict
             elif kind in labels.FILES:
-                its[kind] = _label_in(member, kind, content)
+                sample[kind] = _label_in(member, kind, content)
             else:
-                its[kind] = None  # such as KEY.mask.png
-        none = 0, 0, 0, "without a picture KEY.jpg, or of another kind"
-        rows = [(labels.of_sample(key, its), *its.get("picture", (key, *none))) for key, its in samples.items()]
+                sample[kind] = None  # such as KEY.mask.png
+        no_picture = 0, 0, 0, "without a picture KEY.jpg, or of another kind"
+        rows = [(labels.of_sample(key, sample), *sample.get("picture", (key, *no_picture))) for key, sample in samples.items()]
     except labels.Unclear as error:
         raise UserError(f"{one_line(path)}: {error}: correct it") from None
     except (*untrusted.DAMAGES, bucket.ObjectChanged) as error:
         reason = one_line(error) or "it changes while it is read"
         raise UserError(f"{one_line(path)} cannot be read: {reason[:200]}; make or fetch it again") from None
-    return Indexed(name, size, stream.digest.hexdigest(), rows)
+    return IndexedShard(name, size, stream.digest.hexdigest(), rows)
 
 
 def _key_and_kind(member: str) -> tuple[str, str]:
@@ -225,21 +235,25 @@ def _label_in(member: str, kind: str, content: bytes) -> Optional[labels.Label]:
 # --- All shards together -----------------------------------------------------------------------------------------------
 
 
-def _part(place: str, shards: list[Indexed], classes: Any, numbers: Any) -> packed.Packed:
+def _packed_split(place: str, shards: list[IndexedShard], classes: Any, numbers: Any) -> packed.Packed:
+    """Return the samples of a split, by class and name, from its shards; UserError if they have none."""
     left_out = defaultdict(list)
     rows = []
     taken = set()
     for number, shard in enumerate(shards):
         for label, name, begin, length, checksum, verdict in shard.rows:
-            name = f"{shard.name[:-4]}/{name}" if name in taken else name  # keys may begin anew in each shard
+            if name in taken:  # keys may begin anew in each shard
+                name = f"{shard.name[:-4]}/{name}"
             taken.add(name)
-            if isinstance(verdict, str) or label is None:
-                left_out[verdict if isinstance(verdict, str) else "without a label"].append(name)
+            if isinstance(verdict, str):
+                left_out[verdict].append(name)
+            elif label is None:
+                left_out["without a label"].append(name)
             else:
                 rows.append((numbers[label], name, number, begin, length, checksum, *verdict))
     if not rows:
-        first = one_line(shards[0].name)
-        raise UserError(f"{one_line(place)} has no picture with a class in {first} and the others like it")
+        first_name = one_line(shards[0].name)
+        raise UserError(f"{one_line(place)} has no picture with a class in {first_name} and the others like it")
     rows.sort(key=lambda row: (row[0], os.path.split(row[1])))
     order = ("labels", "names", "shard", "offset", "length", "checksum", "special", "widths", "heights")
     columns = dict(zip(order, zip(*rows)))
@@ -253,6 +267,7 @@ def _part(place: str, shards: list[Indexed], classes: Any, numbers: Any) -> pack
 
 
 def _write(folder: str, split: str, samples: Any) -> None:
+    """Write the index of a split; shards without samples of it are dropped from `samples`."""
     used = np.unique(samples.shard)  # others have samples that were left out, or are of the other split
     samples.shards = [samples.shards[number] for number in used]
     samples.shard = np.searchsorted(used, samples.shard)

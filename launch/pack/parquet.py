@@ -25,11 +25,11 @@ COLUMNS = ["image", "label"]
 
 @dataclasses.dataclass
 class Rows:
-    """What becomes a shard."""
+    """The rows of one or more files that become one shard."""
 
     split: str
     name: str  # of the shard
-    first: int  # number of the first row
+    first_row: int  # number of the first row
     count: int = 0
     size: int = 0  # in bytes, as expected
     groups: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # a file, and the number of a group of rows in it
@@ -41,7 +41,10 @@ def files_of(root: str) -> list[str]:
         return [root]
     if not os.path.isdir(root) or {entry.name for entry in os.scandir(root) if entry.is_dir()} - {"data", ".cache", ".git"}:
         return []
-    return next(filter(None, (sorted(glob.glob(f"{glob.escape(root)}{below}/*{ENDING}")) for below in ("", "/data"))), [])
+    for folder in (root, f"{root}/data"):
+        if paths := sorted(glob.glob(f"{glob.escape(folder)}/*{ENDING}")):
+            return paths
+    return []
 
 
 def plan(paths: list[str], shard_mb: float, classes_file: Optional[str]) -> tuple[list[Rows], list[str], str]:
@@ -52,43 +55,43 @@ def plan(paths: list[str], shard_mb: float, classes_file: Optional[str]) -> tupl
     """
     place = os.path.dirname(paths[0]) or "."
     tables = index.by_split(paths, place)
-    classes = _names_of_classes([path for of_split in tables.values() for path in of_split], classes_file)
-    made: list[Rows] = []
+    classes = _names_of_classes([path for split_paths in tables.values() for path in split_paths], classes_file)
+    planned: list[Rows] = []
     examples: dict[labels.Label, str] = {}
     digest = hashlib.sha256(str(shard_mb).encode())
-    for split, of_split in tables.items():
-        made.append(Rows(split, f"{split}-000000.tar", 0))
-        begun = len(made) - 1
-        for path in of_split:
-            with _opened(path) as file:
-                of_rows = _of_arrow(path, lambda: file.read(["label"])).column("label").to_pylist()
-                examples.update(dict.fromkeys(_labels_in({*of_rows}, path), path))
-                digest.update(json.dumps([split, os.path.basename(path), os.path.getsize(path), of_rows]).encode())
+    for split, split_paths in tables.items():
+        planned.append(Rows(split, f"{split}-000000.tar", 0))
+        first_index = len(planned) - 1
+        for path in split_paths:
+            with _open_table(path) as file:
+                row_labels = _call_arrow(path, lambda: file.read(["label"])).column("label").to_pylist()
+                examples.update(dict.fromkeys(_labels_in({*row_labels}, path), path))
+                digest.update(json.dumps([split, os.path.basename(path), os.path.getsize(path), row_labels]).encode())
                 for number in range(file.num_row_groups):
                     group = file.metadata.row_group(number)
-                    last = made[-1]
+                    last = planned[-1]
                     if last.groups and last.size + group.total_byte_size > shard_mb * MIB:
-                        last = Rows(split, f"{split}-{len(made) - begun:06d}.tar", last.first + last.count)
-                        made.append(last)
+                        last = Rows(split, f"{split}-{len(planned) - first_index:06d}.tar", last.first_row + last.count)
+                        planned.append(last)
                     last.groups.append((path, number))
                     last.count += group.num_rows
                     last.size += group.total_byte_size + PER_ROW * group.num_rows
     labels.number_classes(examples, classes, place)  # an error before hours of work
-    return made, classes, digest.hexdigest()
+    return planned, classes, digest.hexdigest()
 
 
 def _names_of_classes(paths: list[str], classes_file: Optional[str]) -> list[str]:
-    """Return the names in `classes_file`, else those that the tables say, in which they have to agree; [] without any."""
-    said = []
+    """Return the names of the classes from `classes_file`, else from the tables, which have to agree; [] without any."""
+    names = []
     for path in paths:
-        with _opened(path) as file:
-            said.append(_classes(file.schema_arrow))
-        if said[-1] != said[0]:
+        with _open_table(path) as file:
+            names.append(_class_names(file.schema_arrow))
+        if names[-1] != names[0]:
             raise UserError(f"{one_line(path)} names other classes than {one_line(paths[0])}: they do not belong together")
     if classes_file:
         return labels.read_names(classes_file)
-    labels.require_distinct_names(said[0], paths[0])
-    return said[0]
+    labels.require_distinct_names(names[0], paths[0])
+    return names[0]
 
 
 def _labels_in(values: set[Optional[int]], path: str) -> Iterator[labels.Label]:
@@ -105,14 +108,15 @@ def _labels_in(values: set[Optional[int]], path: str) -> Iterator[labels.Label]:
 def write(rows: Rows, folder: str, done: Done) -> None:
     """Write a shard."""
     path = os.path.join(folder, rows.name)
-    number = rows.first
+    number = rows.first_row
     with create(path + TEMPORARY) as out:
         for source, group in rows.groups:
-            with _opened(source) as file:
-                table = _of_arrow(source, lambda: file.read_row_group(group, COLUMNS))  # noqa: B023
+            with _open_table(source) as file:
+                table = _call_arrow(source, lambda: file.read_row_group(group, COLUMNS))  # noqa: B023
             for picture, label in zip(*(column.to_pylist() for column in table.columns)):
                 content = picture.get("bytes") if isinstance(picture, dict) else picture
-                out.write(shards.pair(number, content or b"", -1 if label is None else label))
+                class_number = labels.NO_CLASS if label is None else label
+                out.write(shards.pair(number, content or b"", class_number))
                 number += 1
         out.write(shards.end(out.tell()))
         out.flush()
@@ -121,35 +125,37 @@ def write(rows: Rows, folder: str, done: Done) -> None:
     done(rows.size)
 
 
-def _opened(path: str) -> Any:
+def _open_table(path: str) -> Any:
     """Open a file of parquet; UserError if it is damaged, or lacks a column."""
     try:
         arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError as error:
         raise UserError(f"{one_line(path)} needs pyarrow: pip install .[parquet] ({one_line(error)})") from None
     types: Any = arrow.types
-    file = _of_arrow(path, lambda: parquet.ParquetFile(path))
+    file = _call_arrow(path, lambda: parquet.ParquetFile(path))
     kinds = {field.name: field.type for field in file.schema_arrow}
     image, label = (kinds.get(name) for name in COLUMNS)
     if image and types.is_struct(image):
         image = {field.name: field.type for field in image}.get("bytes")
     if not image or not (types.is_binary(image) or types.is_large_binary(image)) or not label or not types.is_integer(label):
-        there = one_line(", ".join(f"{name} ({kind})" for name, kind in kinds.items()))[:200]
-        raise UserError(f"{one_line(path)} needs columns image, of bytes, and label, a number: it has {there}")
+        columns = one_line(", ".join(f"{name} ({kind})" for name, kind in kinds.items()))[:200]
+        raise UserError(f"{one_line(path)} needs columns image, of bytes, and label, a number: it has {columns}")
     return file
 
 
-def _of_arrow(path: str, read: Callable[[], Any]) -> Any:
-    """Return read(); an error of the file is a UserError."""
+def _call_arrow(path: str, call: Callable[[], Any]) -> Any:
+    """Return call(); raise an error of the file or of pyarrow as a UserError that names the file."""
     arrow: Any = importlib.import_module("pyarrow")
     try:
-        return read()
+        return call()
     except (arrow.ArrowException, OSError) as error:
         text = f"{one_line(path)} cannot be read: {one_line(error)[:200]}; fetch it again"
-        raise file_error(error, text) if isinstance(error, OSError) else UserError(text) from None
+        if isinstance(error, OSError):
+            raise file_error(error, text) from None
+        raise UserError(text) from None
 
 
-def _classes(schema: Any) -> list[str]:
+def _class_names(schema: Any) -> list[str]:
     """Return the names of the classes in what Hugging Face's datasets keeps with the columns; [] without it."""
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, RecursionError):
         names = json.loads(schema.metadata[b"huggingface"])["info"]["features"]["label"]["names"]

@@ -29,7 +29,7 @@ KINDS = {
     b"\xff\xd8": "jpg", b"\x89PNG": "png", b"RIFF": "webp", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif", b"GIF8": "gif",
     b"P6": "ppm",
 }  # fmt: skip
-MADE = ("offset", "length", "checksum", "stored_heights", "stored_widths")  # noted of each sample when it is written
+SAMPLE_FIELDS = ("offset", "length", "checksum", "stored_heights", "stored_widths")  # noted of each sample when it is written
 
 
 @dataclasses.dataclass
@@ -37,7 +37,7 @@ class Shard:
     name: str
     numbers: list[int]  # of its samples, in their order in the shard
     size: int = 0  # in bytes, as expected
-    made: dict[str, Any] = dataclasses.field(default_factory=dict)  # what its note says; empty until the shard is whole
+    note: dict[str, Any] = dataclasses.field(default_factory=dict)  # what its note says; empty until the shard is whole
 
 
 class ShardPlan:
@@ -53,10 +53,10 @@ class ShardPlan:
         described = [packed.FORMATS[self.form], split, self.settings, self.files.classes, self.files.names]
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
         self.identity = _digest(digest, self.files.labels, self.lengths)
-        self.shards = self._deal(int(options.shard_mb * MIB) // tarfile.RECORDSIZE * tarfile.RECORDSIZE)
+        self.shards = self._assign_samples(int(options.shard_mb * MIB) // tarfile.RECORDSIZE * tarfile.RECORDSIZE)
 
     def _stat(self) -> np.ndarray:
-        """Return (sizes in bytes, times of the last change in nanoseconds) of the files."""
+        """Return an array of two rows: sizes in bytes and times of the last change in ns of the files."""
 
         def stat(numbers: range) -> list[tuple[int, int]]:
             return [(status.st_size, status.st_mtime_ns) for status in map(os.stat, map(self.files.path, numbers))]
@@ -65,20 +65,20 @@ class ShardPlan:
         with ThreadPoolExecutor(tree.THREADS) as pool:
             return np.array([pair for part in pool.map(stat, parts) for pair in part], np.int64).T
 
-    def _deal(self, limit: int) -> list[Shard]:
+    def _assign_samples(self, limit: int) -> list[Shard]:
         """Assign samples in a shuffled order to shards of about `limit` bytes at most; a larger sample has its own shard."""
         shards: list[Shard] = []
-        full = limit
-        known = zip(*(array.tolist() for array in (self.lengths, self.files.heights, self.files.widths)))
-        lengths = [forms.expected(self.form, *of_sample) for of_sample in known]
+        filled = limit
+        dimensions = zip(*(array.tolist() for array in (self.lengths, self.files.heights, self.files.widths)))
+        lengths = [forms.expected_length(self.form, *values) for values in dimensions]
         for sample in np.random.RandomState(0).permutation(len(self.files)).tolist():  # alike in every version of numpy
             size = 3 * BLOCK + lengths[sample] + -lengths[sample] % BLOCK  # two headers and the label, a block each
-            if not shards or full + size > limit:
-                full = 2 * BLOCK  # the archive's end
+            if not shards or filled + size > limit:
+                filled = 2 * BLOCK  # the archive's end
                 shards.append(Shard(f"{self.split}-{len(shards):06d}.tar", []))
             shards[-1].numbers.append(sample)
-            full += size
-            shards[-1].size = full + -full % tarfile.RECORDSIZE
+            filled += size
+            shards[-1].size = filled + -filled % tarfile.RECORDSIZE
         return shards
 
     def sources(self, shard: Shard) -> str:
@@ -89,10 +89,10 @@ class ShardPlan:
         return os.path.join(self.folder, f".{shard.name[:-4]}.json")
 
     def missing(self) -> list[Shard]:
-        """Read the JSON notes of all shards into shard.made; return the shards that are missing or were made of other files."""
+        """Read the notes of all shards into shard.note; return the shards that are missing or were made of other files."""
         for shard in self.shards:
-            shard.made = self._note(shard)
-        return [shard for shard in self.shards if not shard.made]
+            shard.note = self._note(shard)
+        return [shard for shard in self.shards if not shard.note]
 
     def _note(self, shard: Shard) -> dict[str, Any]:
         """Return the shard's JSON note; {} if it is missing, or if the shard's size or files are not those that it states."""
@@ -104,12 +104,13 @@ class ShardPlan:
         return {}
 
     def write_index(self) -> None:
-        arrays: dict[str, np.ndarray] = {name: np.empty(len(self.files), np.int64) for name in ("shard", *MADE)}
+        """Write the index of the split, from the notes of all shards, which have to be there."""
+        arrays: dict[str, np.ndarray] = {name: np.empty(len(self.files), np.int64) for name in ("shard", *SAMPLE_FIELDS)}
         for position, shard in enumerate(self.shards):
             arrays["shard"][shard.numbers] = position
-            for name in MADE:
-                arrays[name][shard.numbers] = shard.made[name]
-        shards = [{"name": shard.name, **{name: shard.made[name] for name in ("size", "sha256")}} for shard in self.shards]
+            for name in SAMPLE_FIELDS:
+                arrays[name][shard.numbers] = shard.note[name]
+        shards = [{"name": shard.name, **{name: shard.note[name] for name in ("size", "sha256")}} for shard in self.shards]
         about = {**self.settings, "identity": self.identity, "shards": shards}
         if packed.FORMATS[self.form] != 1:
             arrays["special"] = np.zeros(len(self.files))  # none any more: such pictures were decoded here
@@ -120,7 +121,7 @@ def make(plan: ShardPlan, shard: Shard, done: Callable[[int], None]) -> None:
     """Write the shard, calling done(file size) after each sample; then a note by which a later start knows that it is whole."""
     path = os.path.join(plan.folder, shard.name)
     digest = hashlib.sha256()
-    made = {name: [] for name in MADE}
+    columns = {name: [] for name in SAMPLE_FIELDS}
     with create(path + TEMPORARY) as file:
 
         def write(content: bytes) -> None:
@@ -139,17 +140,17 @@ def make(plan: ShardPlan, shard: Shard, done: Callable[[int], None]) -> None:
             if not min(size):
                 name = one_line(source())
                 say(f"warning: {name} cannot be decoded: it is packed as it is, and a job takes the next one instead")
-            for name, value in zip(MADE, (file.tell() + BLOCK, len(stored), crc32(stored), *size)):
-                made[name].append(value)
+            for name, value in zip(SAMPLE_FIELDS, (file.tell() + BLOCK, len(stored), crc32(stored), *size)):
+                columns[name].append(value)
             write(pair(sample, stored, int(plan.files.labels[sample])))
             done(len(content))
         write(end(file.tell()))
-        whole = file.tell()
+        total_size = file.tell()
         file.flush()
         os.fsync(file.fileno())
     os.replace(path + TEMPORARY, path)
-    shard.made = {"sources": plan.sources(shard), "sha256": digest.hexdigest(), "size": whole, **made}
-    write_atomically(plan.note_path(shard), json.dumps(shard.made).encode())
+    shard.note = {"sources": plan.sources(shard), "sha256": digest.hexdigest(), "size": total_size, **columns}
+    write_atomically(plan.note_path(shard), json.dumps(shard.note).encode())
 
 
 def pair(number: int, content: bytes, label: int) -> bytes:
@@ -171,7 +172,7 @@ def end(size: int) -> bytes:
 
 def _kind(content: bytes) -> str:
     """Return the file extension for the kind of picture that `content` is by its first bytes; img if the kind is unknown."""
-    return next((kind for begin, kind in KINDS.items() if content.startswith(begin)), "img")
+    return next((kind for prefix, kind in KINDS.items() if content.startswith(prefix)), "img")
 
 
 def _digest(digest: Any, *arrays: np.ndarray) -> str:

@@ -44,32 +44,34 @@ FOLLOW_SECONDS = 5  # between two requests for a job's state
 FAILED_LOOKS = 10  # requests in a row that may fail: a job runs for days, and a network fails now and then
 
 
-def parser() -> argparse.ArgumentParser:
-    made = new_parser("submit", __doc__, allow_abbrev=False)
-    made.add_argument("job", nargs="?", help="the job's file, such as jobs/train_ddp.py; its own options come after --")
-    where = "where the job is to run; local: on this machine"
-    made.add_argument("--platform", type=platform_name, choices=PLATFORMS, required=True, help=where)
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this verb; each field of Request made by option() is an option of it."""
+    verb_parser = new_parser("submit", __doc__, allow_abbrev=False)
+    verb_parser.add_argument("job", nargs="?", help="the job's file, such as jobs/train_ddp.py; its own options come after --")
+    platform_help = "where the job is to run; local: on this machine"
+    verb_parser.add_argument("--platform", type=platform_name, choices=PLATFORMS, required=True, help=platform_help)
     for field in dataclasses.fields(Request):
         if not field.metadata:
             continue
         kind = field.metadata["kind"]
         default = field.default
-        how: dict[str, Any] = {"action": "append"} if default == () else {"type": kind}
+        kwargs: dict[str, Any] = {"action": "append"} if default == () else {"type": kind}
         if isinstance(default, bool):
-            how = {"type": boolean, "metavar": YES_OR_NO}
-        shown = "" if default in (None, ()) else f" (default: {str(default).lower()})"
+            kwargs = {"type": boolean, "metavar": YES_OR_NO}
+        default_note = "" if default in (None, ()) else f" (default: {str(default).lower()})"
         bounds = "{:g} to {:g}".format(*BOUNDS[field.name]) if field.name in BOUNDS else ""
-        what = ", ".join(filter(None, [field.metadata["help"], bounds]))
-        made.add_argument(f"--{field.name}", help=what + shown + platform_note(field.metadata), **how)
-    when = "print the request and send nothing; unset: only where there is no credential"
-    made.add_argument("--dry_run", type=boolean, metavar=YES_OR_NO, help=when)
-    what = "print the state and the log until the job ends (default: false)"
-    made.add_argument("--follow", type=boolean, metavar=YES_OR_NO, default=False, help=what)
-    made.add_argument("--stop", metavar="JOB_ID", help="stop this job")
-    return made
+        help_text = ", ".join(filter(None, [field.metadata["help"], bounds]))
+        verb_parser.add_argument(f"--{field.name}", help=help_text + default_note + platform_note(field.metadata), **kwargs)
+    dry_run_help = "print the request and send nothing; unset: only where there is no credential"
+    verb_parser.add_argument("--dry_run", type=boolean, metavar=YES_OR_NO, help=dry_run_help)
+    help_text = "print the state and the log until the job ends (default: false)"
+    verb_parser.add_argument("--follow", type=boolean, metavar=YES_OR_NO, default=False, help=help_text)
+    verb_parser.add_argument("--stop", metavar="JOB_ID", help="stop this job")
+    return verb_parser
 
 
 def platform_name(text: str) -> str:
+    """Return the text, as a type for argparse; k8s is refused with the names to choose from."""
     if text == "k8s":
         raise argparse.ArgumentTypeError("k8s is kubernetes, or kubeflow or volcano where the cluster has one of them")
     return text
@@ -78,18 +80,22 @@ def platform_name(text: str) -> str:
 def platform_note(about: Mapping[str, Any]) -> str:
     """Return a note such as " [only A; needed by B]" for an option's help, or "" if neither restriction applies."""
     used, needed = (", ".join(about[name]) for name in ("used_by", "needed_by"))
-    known = f"only {used}" if about["used_by"] != REMOTE else ""
-    words = [*([known] if known and used != needed else []), *([f"needed by {needed}"] if needed else [])]
+    words = []
+    if about["used_by"] != REMOTE and used != needed:
+        words.append(f"only {used}")
+    if needed:
+        words.append(f"needed by {needed}")
     return f" [{'; '.join(words)}]" if words else ""
 
 
 def main(argv: list[str]) -> int:
-    own, arguments = split_words(argv)
-    options = parser().parse_args(own)
+    verb_words, arguments = split_words(argv)
+    options = build_parser().parse_args(verb_words)
     return run_for_exit_code(lambda: run(options, arguments))
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Submit the job, or stop the one of --stop, and return an exit code."""
     if not options.job and not options.stop:
         raise UserError("give a job, such as jobs/train_ddp.py, or --stop JOB_ID")
     platform = PLATFORMS[options.platform]
@@ -99,18 +105,22 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def request_from(options: argparse.Namespace, arguments: list[str], now: datetime.datetime) -> Request:
     """Return the Request that these options describe. Without --name, it is named after the job's file and the time."""
-    given = {name: value for name, value in vars(options).items() if name in Request.__dataclass_fields__ and value is not None}
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    values = {
+        name: value for name, value in vars(options).items() if name in Request.__dataclass_fields__ and value is not None
+    }
+    tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     stem = os.path.splitext(os.path.basename(options.job or "job"))[0].lower().replace("_", "-")
-    name = {"name": f"{stem}-{now:%m%d-%H%M%S}"}
-    return Request(**{**name, **given, **lists, "job": os.path.normpath(options.job or "job"), "arguments": tuple(arguments)})
+    job = os.path.normpath(options.job or "job")
+    default = {"name": f"{stem}-{now:%m%d-%H%M%S}"}
+    return Request(**{**default, **values, **tuples, "job": job, "arguments": tuple(arguments)})
 
 
 def submit(platform: Platform, request: Request, options: argparse.Namespace) -> int:
-    wrong = [*mistakes(request), *platform.mistakes(request), *secrets(request, platform.secrets)]
-    for line in wrong:
+    """Check a request, then send it, or print it if it is a dry run; return an exit code."""
+    errors = [*mistakes(request), *platform.mistakes(request), *secrets(request, platform.secrets)]
+    for line in errors:
         print(f"error: {one_line(line)}", file=sys.stderr)
-    if wrong:
+    if errors:
         return 2
     body = platform.build(request)
     dry_run = options.dry_run
@@ -146,6 +156,7 @@ def masked(body: object) -> Any:
 
 
 def stop(platform: Platform, request: Request, job_id: str) -> int:
+    """Ask the platform to stop a job and return the exit code 0."""
     client = connect(platform, request)
     call_platform(platform, platform.stop, client, request, job_id)
     print(f"asked {request.platform} to stop {one_line(job_id)}")
@@ -153,6 +164,7 @@ def stop(platform: Platform, request: Request, job_id: str) -> int:
 
 
 def connect(platform: Platform, request: Request) -> Any:
+    """Return the platform's client; UserError if there is no credential or the platform refuses it."""
     if not platform.has_credentials(os.environ):
         raise UserError(f"there is no credential: {platform.credentials}")
     return call_platform(platform, platform.connect, request)
@@ -180,24 +192,24 @@ def upload(job: str, url: str, region: Optional[str], arguments: Sequence[str] =
 
 def follow(platform: Platform, client: object, request: Request, job_id: str) -> int:
     """Print new states and log lines until the job ends; return 0 if it succeeded, 1 if it did not, 130 after Ctrl-C."""
-    last = None
-    failed = 0
+    previous = None
+    failures = 0
     shown: list[str] = []
     try:
         while True:
             try:
                 state, code = call_platform(platform, platform.state, client, request, job_id)
-                failed = 0
+                failures = 0
             except UserError as error:
-                failed += 1
-                if failed > FAILED_LOOKS:
+                failures += 1
+                if failures > FAILED_LOOKS:
                     raise
                 print(f"warning: {one_line(error)}; trying again", file=sys.stderr, flush=True)
                 time.sleep(FOLLOW_SECONDS)
                 continue
-            if state != last:
+            if state != previous:
                 print(f"{job_id} is {state}", flush=True)
-                last = state
+                previous = state
             with contextlib.suppress(UserError):  # there is no log yet, or it has been deleted
                 lines = call_platform(platform, platform.log, client, request, job_id)
                 for line in new_lines(shown, lines):
@@ -213,5 +225,5 @@ def follow(platform: Platform, client: object, request: Request, job_id: str) ->
 
 def new_lines(shown: list[str], lines: list[str]) -> list[str]:
     """Return the lines that were not shown yet. A platform returns the last lines of a log, some of them again."""
-    common = next((size for size in range(min(len(shown), len(lines)), 0, -1) if shown[-size:] == lines[:size]), 0)
-    return lines[common:]
+    overlap = next((size for size in range(min(len(shown), len(lines)), 0, -1) if shown[-size:] == lines[:size]), 0)
+    return lines[overlap:]

@@ -40,6 +40,8 @@ LONGEST_TRAIN_JOB = 45  # letters of a name that leave room for what JobSet adds
 
 
 class JobKind(NamedTuple):
+    """A kind of object that runs a job: its API, how its spec is made, and how its first pod is found."""
+
     name: str
     group: str
     version: str
@@ -50,56 +52,60 @@ class JobKind(NamedTuple):
 
 
 def mistakes(request: Request) -> Iterator[str]:
+    """Yield a line for each mistake that only a cluster refuses; one in --patch hides the others."""
     wrong_patch = list(patches.mistakes(request.patch))
-    yield from wrong_patch or _mistakes(request)
+    yield from wrong_patch or _option_mistakes(request)
 
 
-def _mistakes(request: Request) -> Iterator[str]:
-    code = request.code_url or ""
+def _option_mistakes(request: Request) -> Iterator[str]:
+    """Yield a line for each mistake in the options of a cluster; --patch has to be valid."""
+    code_url = request.code_url or ""
     if request.runtime and (request.upload_url or request.secret):
         yield "a TrainJob takes neither code from a bucket nor --secret: give --code_url /FOLDER of the image or of --volumes"
     if request.platform == "volcano" and request.hours and request.retries:
-        given = f"--hours is {request.hours:g} and --retries is {request.retries}"
-        yield f"{given}: volcano counts them anew in each start, {request.retries + 1} times: give --retries 0, or no --hours"
-    if code.startswith(("obs://", "oss://")) and not request.region:
-        yield f"--code_url is {code}: give --region, such as cn-north-4"
+        limits = f"--hours is {request.hours:g} and --retries is {request.retries}"
+        yield f"{limits}: volcano counts them anew in each start, {request.retries + 1} times: give --retries 0, or no --hours"
+    if code_url.startswith(("obs://", "oss://")) and not request.region:
+        yield f"--code_url is {code_url}: give --region, such as cn-north-4"
     if taken := pods.OWN_FOLDERS & {folder.rstrip("/") for _, folder in pods.mounts(request)}:
         yield f"--volumes: {taken.pop()} is a folder of the pod itself: mount the claim elsewhere"
     if _is_lost_with_the_pod(request, request.output_url):
-        place = f"--output_url {request.output_url}"
-        yield f"{place} is in no volume, so it is lost with the pod: give --volumes claim:/FOLDER, or a bucket"
+        option = f"--output_url {request.output_url}"
+        yield f"{option} is in no volume, so it is lost with the pod: give --volumes claim:/FOLDER, or a bucket"
     if request.runtime:
         yield from _mistakes_of_a_train_job(request)
 
 
 def _mistakes_of_a_train_job(request: Request) -> Iterator[str]:
+    """Yield a line for a name that is too long, and for fields of --patch that only the runtime can set."""
     if len(request.name or "") > LONGEST_TRAIN_JOB:
         yield f"--name is {request.name}: a TrainJob takes {LONGEST_TRAIN_JOB} letters at most"
     if not request.patch:
         return
     pod = _pod_of_a_train_job(request)
-    node, *others = pod["containers"]
-    strange = sorted({*pod} - OF_A_PATCHED_POD) + sorted({*node} - OF_A_PATCHED_CONTAINER - OF_A_TRAINER)
-    strange += [f"a container {one['name']}" for one in others]
-    if strange:
-        yield f"--patch: a TrainJob, whose container is node, cannot change {', '.join(strange)}: its runtime has to have it"
+    node, *extra_containers = pod["containers"]
+    refused = sorted({*pod} - OF_A_PATCHED_POD) + sorted({*node} - OF_A_PATCHED_CONTAINER - OF_A_TRAINER)
+    refused += [f"a container {container['name']}" for container in extra_containers]
+    if refused:
+        yield f"--patch: a TrainJob, whose container is node, cannot change {', '.join(refused)}: its runtime has to have it"
 
 
 def warnings(request: Request) -> Iterator[str]:
+    """Yield a line for each folder that is in no volume, so that only the image can have it."""
     for name in ("code_url", "data_url"):
         if _is_lost_with_the_pod(request, getattr(request, name)):
             yield f"--{name} {getattr(request, name)} is in no volume of --volumes, so the image has to have it"
 
 
-def _is_lost_with_the_pod(request: Request, place: Optional[str]) -> bool:
+def _is_lost_with_the_pod(request: Request, folder: Optional[str]) -> bool:
     """Whether the place is a folder of the pod or the image, and in no volume, also of --patch."""
-    if not place or not place.startswith("/") or not request.code_url:
+    if not folder or not folder.startswith("/") or not request.code_url:
         return False
     container = {**pods.container(request), "name": "node" if request.runtime else "pytorch"}
     change = patches.read(request.patch).get("template", {}).get("spec", {}).get("containers", [])
     merged = patches.merged([container], change, "containers")
-    paths = {one["mountPath"].rstrip("/") for one in merged[0].get("volumeMounts", [])} - pods.OWN_FOLDERS
-    return not f"{place}/".startswith(tuple(f"{path}/" for path in paths))
+    paths = {mount["mountPath"].rstrip("/") for mount in merged[0].get("volumeMounts", [])} - pods.OWN_FOLDERS
+    return not f"{folder}/".startswith(tuple(f"{path}/" for path in paths))
 
 
 # --- The kinds of jobs --------------------------------------------------------------------------------------------------
@@ -110,48 +116,53 @@ def _indexed_job(request: Request) -> Fields:
 
     With --retries, a pod that fails is started again. A pod that the cluster has evicted does not count as a failure then."""
     exit_codes = {"containerName": "pytorch", "operator": "In", "values": [MISTAKE]}
-    mistake = {"action": "FailJob", "onExitCodes": exit_codes}
-    lost = [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-    return requests.given(
+    rules: list[Fields] = [{"action": "FailJob", "onExitCodes": exit_codes}]
+    if request.retries:
+        rules.append({"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]})
+    return requests.without_none(
         completionMode="Indexed",
         completions=request.nodes,
         parallelism=request.nodes,
         backoffLimit=request.retries * request.nodes,  # it counts pods
         activeDeadlineSeconds=request.seconds,
-        podFailurePolicy={"rules": [mistake, *(lost if request.retries else [])]},
+        podFailurePolicy={"rules": rules},
         template=pods.template(request, restartPolicy="Never", subdomain=request.name),
     )
 
 
 def _pytorch_job(request: Request) -> Fields:
     """Return the spec of a PyTorchJob. With --retries, a container that fails is restarted in its pod, and the job resumes."""
-    policy = requests.given(backoffLimit=request.retries, cleanPodPolicy="Running", activeDeadlineSeconds=request.seconds)
+    policy = requests.without_none(
+        backoffLimit=request.retries, cleanPodPolicy="Running", activeDeadlineSeconds=request.seconds
+    )
     restart = "OnFailure" if request.retries else "Never"
     template = pods.template(request)
     replicas = {
         name: {"replicas": count, "restartPolicy": restart, "template": template} for name, count in _tasks(request).items()
     }
     processes = str(request.gpus) if request.gpus else None
-    return requests.given(runPolicy=policy, pytorchReplicaSpecs=replicas, nprocPerNode=processes)
+    return requests.without_none(runPolicy=policy, pytorchReplicaSpecs=replicas, nprocPerNode=processes)
 
 
 def _volcano_job(request: Request) -> Fields:
     """Return a Volcano Job's spec. With --retries, a failure restarts all pods (--min_nodes: that pod), but not exit code 2."""
-    template = pods.template(request, restartPolicy="Never", **requests.given(activeDeadlineSeconds=request.seconds))
+    template = pods.template(request, restartPolicy="Never", **requests.without_none(activeDeadlineSeconds=request.seconds))
     tasks: list[Fields] = [
         {"name": name.lower(), "replicas": count, "template": template} for name, count in _tasks(request).items()
     ]
     tasks[0]["policies"] = [{"event": "TaskCompleted", "action": "CompleteJob"}]  # the job is complete when its master is
-    mistake = {"exitCode": MISTAKE, "action": "TerminateJob"}  # a mistake in the request, which a restart would only repeat
-    restart = "RestartPod" if request.is_elastic else "RestartJob"
-    fault = [{"event": event, "action": restart} for event in ("PodFailed", "PodEvicted")]
-    again = [mistake, *fault] if request.retries else []
-    return requests.given(
+    policies: list[Fields] = []
+    if request.retries:
+        # MISTAKE is a mistake in the request, which a restart would only repeat.
+        policies.append({"exitCode": MISTAKE, "action": "TerminateJob"})
+        restart = "RestartPod" if request.is_elastic else "RestartJob"
+        policies += [{"event": event, "action": restart} for event in ("PodFailed", "PodEvicted")]
+    return requests.without_none(
         schedulerName="volcano",
         minAvailable=request.nodes,  # start all pods or none
         maxRetry=request.retries,
         plugins={"pytorch": ["--master=master", "--worker=worker", "--port=23456"], "svc": [], "env": []},
-        policies=again,
+        policies=policies,
         tasks=tasks,
         queue=request.pool or None,
     )
@@ -161,7 +172,7 @@ def _train_job(request: Request) -> Fields:
     """Return the spec of a TrainJob. Its --runtime sets restarts and the grace period; a patch changes the runtime's pods."""
     pod = _pod_of_a_train_job(request)
     container = pod["containers"][0]
-    trainer = requests.given(
+    trainer = requests.without_none(
         numNodes=request.nodes,
         resourcesPerNode=container.get("resources") or None,
         **{name: container[name] for name in ("image", "command", "args", "env") if name in container},
@@ -169,10 +180,10 @@ def _train_job(request: Request) -> Fields:
     )
     patched = {name: value for name, value in container.items() if name in OF_A_PATCHED_CONTAINER}
     metadata = patches.read(request.patch).get("template", {}).get("metadata")
-    template = requests.given(metadata=metadata, spec={**pod, "containers": [patched]})
+    template = requests.without_none(metadata=metadata, spec={**pod, "containers": [patched]})
     jobs = [{"name": "node", "template": {"spec": {"template": template}}}]
     patch = {"manager": "anyrank/submit", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
-    return requests.given(
+    return requests.without_none(
         runtimeRef={"name": request.runtime},
         trainer=trainer,
         **{PATCHES: [patch]},
@@ -189,7 +200,11 @@ def _pod_of_a_train_job(request: Request) -> Fields:
 
 
 def _tasks(request: Request) -> dict[str, int]:
-    return {"Master": 1, **({"Worker": request.nodes - 1} if request.nodes > 1 else {})}
+    """Return {name of a task: number of its pods}; one pod is the master, the others are workers."""
+    tasks = {"Master": 1}
+    if request.nodes > 1:
+        tasks["Worker"] = request.nodes - 1
+    return tasks
 
 
 INDEX = "batch.kubernetes.io/job-completion-index=0"  # a label since Kubernetes 1.28
@@ -208,15 +223,17 @@ def kind_of(request: Request) -> JobKind:
 
 
 def build(request: Request) -> Fields:
+    """Return the object that runs the job, as the API of the cluster takes it."""
     kind = kind_of(request)
-    labels = {"labels": {QUEUE: request.queue}} if request.queue else {}
-    metadata = {"name": request.name, "namespace": request.namespace, **labels}
+    metadata: Fields = {"name": request.name, "namespace": request.namespace}
+    if request.queue:
+        metadata["labels"] = {QUEUE: request.queue}
     metadata = patches.merged(metadata, patches.read(request.patch).get("metadata", {}))
     return {"apiVersion": f"{kind.group}/{kind.version}", "kind": kind.name, "metadata": metadata, "spec": kind.spec(request)}
 
 
 def service(request: Request) -> Optional[Fields]:
-    """Return what gives a name to each pod of a plain Job of several nodes; None where the kind of job has its own."""
+    """Return the Service that gives each pod of a plain Job a name; None for one node or another kind of job."""
     if request.nodes == 1 or kind_of(request) is not JOB:
         return None
     spec = {
@@ -229,22 +246,26 @@ def service(request: Request) -> Optional[Fields]:
 
 
 def secret(request: Request, value: str) -> Optional[Fields]:
-    """Return the Secret of several nodes, by which they know each other (docs/security.md); None for one node."""
+    """Return the Secret by which several nodes authenticate to each other (docs/security.md); None for one node."""
     if request.nodes == 1:
         return None
     metadata = {"name": pods.secret_name(request), "namespace": request.namespace}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {pods.KEY: value}}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {pods.SECRET_KEY: value}}
 
 
 def show(request: Request, body: Any) -> str:
-    """Return all objects as YAML for `kubectl apply -f -`; what they need is in comments above, among it the Secret."""
-    hidden = secret(request, HIDDEN)
-    named = service(request)
-    comments = [*_needs(request), *(_documents([hidden]).splitlines() if hidden else [])]
-    return "".join([*(f"# {line}\n" for line in comments), _documents([*([named] if named else []), body])])
+    """Return all objects as YAML for `kubectl apply -f -`; comments above say what they need, and show the Secret."""
+    comments = list(_needs(request))
+    if hidden := secret(request, HIDDEN):
+        comments += _documents([hidden]).splitlines()
+    objects = [body]
+    if named := service(request):
+        objects.insert(0, named)
+    return "".join(f"# {line}\n" for line in comments) + _documents(objects)
 
 
 def _needs(request: Request) -> Iterator[str]:
+    """Yield a line for each thing that has to be there before the objects are applied by hand."""
     yield from warnings(request)
     if request.upload_url:
         yield f"the code is uploaded to {request.upload_url} before"
@@ -261,15 +282,15 @@ def _needs(request: Request) -> Iterator[str]:
         yield f"{PATCHES} need Kubeflow Trainer 2.2; a cluster with 2.1 is sent {OVERRIDES}, without the security contexts"
     if request.nodes > 1:
         name = pods.secret_name(request)
-        secret_of_ones_own = f"create secret generic {name} --from-literal={pods.KEY}=$(openssl rand -hex 32)"
-        yield f"this Secret is made as the job is sent; by hand: kubectl -n {request.namespace} {secret_of_ones_own}"
+        create_secret = f"create secret generic {name} --from-literal={pods.SECRET_KEY}=$(openssl rand -hex 32)"
+        yield f"this Secret is made as the job is sent; by hand: kubectl -n {request.namespace} {create_secret}"
 
 
 def _documents(objects: list[Fields]) -> str:
     try:
         import yaml
     except ImportError:  # JSON is YAML
-        return "---\n".join(f"{json.dumps(one, indent=2)}\n" for one in objects)
+        return "---\n".join(f"{json.dumps(item, indent=2)}\n" for item in objects)
     copies = json.loads(json.dumps(objects))  # without anchors for parts that occur twice
     return yaml.safe_dump_all(copies, sort_keys=False, allow_unicode=True, width=120)
 
@@ -278,6 +299,7 @@ def _documents(objects: list[Fields]) -> str:
 
 
 def connect(request: Request) -> Any:
+    """Return an ApiClient, by the service account inside a cluster, else by the kubeconfig."""
     try:
         import kubernetes
     except ImportError:
@@ -288,12 +310,12 @@ def connect(request: Request) -> Any:
     return kubernetes.config.new_client_from_config(os.environ.get("KUBECONFIG"))
 
 
-def _where(request: Request) -> dict[str, str]:
+def _api_arguments(request: Request) -> dict[str, str]:
     kind = kind_of(request)
     return {"group": kind.group, "version": kind.version, "namespace": request.namespace, "plural": kind.plural}
 
 
-def _objects(client: object) -> Any:
+def _custom_objects(client: object) -> Any:
     from kubernetes.client import CustomObjectsApi
 
     return CustomObjectsApi(client)
@@ -304,10 +326,10 @@ def send(client: object, request: Request, body: Any) -> str:
     created = _create(client, request, body)
     owner = {"apiVersion": body["apiVersion"], "kind": body["kind"], "name": created["name"], "uid": created["uid"]}
     try:
-        for one in (service(request), secret(request, secrets.token_hex(32))):
-            if one:
-                one["metadata"]["ownerReferences"] = [owner]
-                _create_beside(client, request, one)
+        for extra in (service(request), secret(request, secrets.token_hex(32))):
+            if extra:
+                extra["metadata"]["ownerReferences"] = [owner]
+                _create_extra(client, request, extra)
     except BaseException:
         with contextlib.suppress(Exception):
             stop(client, request, created["name"])
@@ -320,16 +342,18 @@ def _create(client: object, request: Request, body: Fields) -> Fields:
     from kubernetes.client.exceptions import ApiException
 
     def create(form: Fields) -> Fields:
-        sent = _objects(client).create_namespaced_custom_object(**_where(request), body=form, field_validation="Strict")
-        return sent["metadata"]
+        created = _custom_objects(client).create_namespaced_custom_object(
+            **_api_arguments(request), body=form, field_validation="Strict"
+        )
+        return created["metadata"]
 
     try:
         return create(body)
     except ApiException as error:
         if not HAS_NO_PATCHES.search(str(error.body)):
             raise
-    what = "the cluster has Kubeflow Trainer 2.1, which takes no security contexts: they have to be in the runtime"
-    print(f"warning: {what}", file=sys.stderr)
+    message = "the cluster has Kubeflow Trainer 2.1, which takes no security contexts: they have to be in the runtime"
+    print(f"warning: {message}", file=sys.stderr)
     return create({**body, "spec": _for_trainer_2_1(body["spec"])})
 
 
@@ -341,7 +365,7 @@ def _for_trainer_2_1(spec: Fields) -> Fields:
     (patch,) = spec[PATCHES]
     (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     template = job["template"]["spec"]["template"]
-    containers = [_without(one, SINCE_2_2) for one in template["spec"]["containers"]]
+    containers = [_without(container, SINCE_2_2) for container in template["spec"]["containers"]]
     pod = {**_without(template["spec"], SINCE_2_2), "containers": containers}
     override = {"targetJobs": [{"name": job["name"]}], **template, "spec": pod}
     return {**_without(spec, {PATCHES}), OVERRIDES: [override]}
@@ -351,7 +375,7 @@ def _without(fields: Fields, names: set[str]) -> Fields:
     return {name: value for name, value in fields.items() if name not in names}
 
 
-def _create_beside(client: object, request: Request, body: Fields) -> None:
+def _create_extra(client: object, request: Request, body: Fields) -> None:
     from kubernetes.client import CoreV1Api
 
     core: Any = CoreV1Api(client)
@@ -368,12 +392,13 @@ def console(request: Request, job_id: str) -> str:
 
 def state(client: object, request: Request, job_id: str) -> tuple[str, Optional[int]]:
     """Return (state, exit code or None until the job ends): Volcano's phase, the newest condition, or whether pods run."""
-    status = _objects(client).get_namespaced_custom_object(**_where(request), name=job_id).get("status") or {}
-    true = [condition["type"] for condition in status.get("conditions", []) if condition.get("status") == "True"]
-    ended = next((one for one in true if one in ENDED), None)
-    runs = any(one.get("ready") for one in [status, *status.get("jobsStatus", [])])  # without a condition: a Job, a TrainJob
-    otherwise = "Running" if runs else "Created"
-    name = status.get("state", {}).get("phase") or ended or (true[-1] if true else otherwise)
+    status = _custom_objects(client).get_namespaced_custom_object(**_api_arguments(request), name=job_id).get("status") or {}
+    true_conditions = [condition["type"] for condition in status.get("conditions", []) if condition.get("status") == "True"]
+    ended = next((condition for condition in true_conditions if condition in ENDED), None)
+    # Without a condition: a Job, or a TrainJob.
+    is_running = any(entry.get("ready") for entry in [status, *status.get("jobsStatus", [])])
+    default = "Running" if is_running else "Created"
+    name = status.get("state", {}).get("phase") or ended or (true_conditions[-1] if true_conditions else default)
     return name, ENDED.get(name)
 
 
@@ -391,15 +416,19 @@ def log(client: object, request: Request, job_id: str) -> list[str]:
 
 
 def _newest_pod(core: Any, namespace: str, labels: str) -> Optional[str]:
-    """Return the name of the pod with these labels that was made last; None before there is one."""
+    """Return the name of the newest pod with these labels; None before there is one."""
     answer = core.list_namespaced_pod(namespace, label_selector=labels, _preload_content=False)
-    made = [pod["metadata"] for pod in json.loads(answer.data)["items"]]
-    return max(made, key=lambda its: its["creationTimestamp"])["name"] if made else None
+    metadata = [pod["metadata"] for pod in json.loads(answer.data)["items"]]
+    if not metadata:
+        return None
+    return max(metadata, key=lambda pod: pod["creationTimestamp"])["name"]
 
 
 def stop(client: object, request: Request, job_id: str) -> None:
     """Delete the job, which stops its pods: each gets SIGTERM, and is killed after its grace period."""
-    _objects(client).delete_namespaced_custom_object(**_where(request), name=job_id, propagation_policy="Background")
+    _custom_objects(client).delete_namespaced_custom_object(
+        **_api_arguments(request), name=job_id, propagation_policy="Background"
+    )
 
 
 PLATFORM = Platform(

@@ -15,9 +15,11 @@ from launch.submit.request import Request
 
 def build(request: Request) -> dict[str, Any]:
     """Return the arguments and variables for `launch local`; send() replaces CODE by the folder to which it copies the code."""
-    processes = ["--procs", str(request.gpus)] if request.gpus else []
-    places = requests.places(request.data_url, request.output_url)
-    words = ["--nodes", str(request.nodes), *processes, "--restarts", str(request.retries)]
+    words = ["--nodes", str(request.nodes)]
+    if request.gpus:
+        words += ["--procs", str(request.gpus)]
+    words += ["--restarts", str(request.retries)]
+    places = requests.folder_options(request.data_url, request.output_url)
     return {
         "launch local": [*words, f"CODE/{request.job}", "--", *request.options, *places],
         "environment": request.environment,
@@ -33,8 +35,8 @@ def send(client: object, request: Request, body: Any) -> int:
         return local.main([os.path.join(code, request.job) if word == job else word for word in body["launch local"]])
 
 
-def _has_run(*_: object) -> NoReturn:
-    """Refuse what asks for a job that runs elsewhere: send() is its whole life."""
+def _refuse(*_: object) -> NoReturn:
+    """Raise UserError: the job has ended when send() returns, so it can be neither followed nor stopped."""
     raise UserError("--stop is not for --platform local: stop the job with Ctrl-C")
 
 
@@ -45,8 +47,8 @@ PLATFORM = Platform(
     secrets="export it in this shell, since the job gets this environment",
     build=build,
     send=send,
-    console=_has_run,
-    state=_has_run,
-    log=_has_run,
-    stop=_has_run,
+    console=_refuse,
+    state=_refuse,
+    log=_refuse,
+    stop=_refuse,
 )

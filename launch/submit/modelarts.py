@@ -23,11 +23,12 @@ ENDED = {"Completed": 0, "Failed": 1, "Abnormal": 1, "Terminated": 1}
 
 
 def mistakes(request: Request) -> Iterator[str]:
+    """Yield a line for each mistake that only ModelArts refuses."""
     if bool(request.image) == bool(request.engine):
         yield "modelarts needs --engine, one of its own PyTorch images, or --image, one of yours: give one of them"
     if request.engine:
         try:
-            engines.read(request.engine)
+            engines.parse(request.engine)
         except UserError as error:
             yield str(error)
     yield from _wrong_accelerator(request)
@@ -51,31 +52,34 @@ def _wrong_accelerator(request: Request) -> Iterator[str]:
         return
     for name in ("engine", "flavor"):
         value = getattr(request, name) or ""
-        npu = request.accelerator == "npu"
-        if re.search(ON_NPUS, value, re.IGNORECASE) and not npu:
+        is_npu = request.accelerator == "npu"
+        if re.search(ON_NPUS, value, re.IGNORECASE) and not is_npu:
             yield f"--{name} {value} is for NPUs: give --accelerator npu with it"
-        if re.search("cuda|gpu", value, re.IGNORECASE) and npu:
+        if re.search("cuda|gpu", value, re.IGNORECASE) and is_npu:
             yield f"--{name} {value} is for GPUs: --accelerator npu needs an Ascend one"
 
 
 def build(request: Request) -> dict[str, Any]:
-    spec = requests.given(
-        resource=requests.given(flavor_id=request.flavor, node_count=request.nodes, pool_id=request.pool),
+    """Return the body of the request that creates a training job."""
+    spec = requests.without_none(
+        resource=requests.without_none(flavor_id=request.flavor, node_count=request.nodes, pool_id=request.pool),
         log_export_path={"obs_url": _path(request.log_url)} if request.log_url else None,
         auto_stop={"time_unit": "HOURS", "duration": int(request.hours)} if request.hours else None,
         schedule_policy={"preemptible": True} if request.spot else None,
     )
-    again = {
-        "fault-tolerance/job-retry-num": str(request.retries),
-        "fault-tolerance/job-unconditional-retry": "true",
-        "fault-tolerance/hang-retry": "true",
-    }
-    annotations = again if request.retries else None
-    metadata = requests.given(name=request.name, workspace_id=request.workspace, annotations=annotations)
+    annotations = None
+    if request.retries:
+        annotations = {
+            "fault-tolerance/job-retry-num": str(request.retries),
+            "fault-tolerance/job-unconditional-retry": "true",
+            "fault-tolerance/hang-retry": "true",
+        }
+    metadata = requests.without_none(name=request.name, workspace_id=request.workspace, annotations=annotations)
     return {"kind": "job", "metadata": metadata, "algorithm": _algorithm(request), "spec": spec}
 
 
 def _algorithm(request: Request) -> dict[str, Any]:
+    """Return the part of the request with the code, the folders, the variables and what is started."""
     assert request.code_url and request.output_url  # mistakes() has refused a request without them
     code = _path(request.code_url)
     # ModelArts appends the folders to a boot file's arguments, but not to an image's command, which gets them as variables.
@@ -87,12 +91,16 @@ def _algorithm(request: Request) -> dict[str, Any]:
         "prefetch_to_local": True,  # so that a restarted job finds what it has written
     }
     # The Ascend engine itself starts the boot file once for each card, so the job must not start more processes.
-    by_card = request.accelerator == "npu" and not request.image
+    is_by_card = request.accelerator == "npu" and not request.image
+    workers = {} if is_by_card else request.workers
+    inputs = []
+    if request.data_url:
+        inputs.append(_channel("data_url", request.data_url, access))
     algorithm = {
         "code_dir": code,
-        "inputs": [_channel("data_url", request.data_url, access)] if request.data_url else [],
+        "inputs": inputs,
         "outputs": [output],
-        "environments": {"PYTHONUNBUFFERED": "1", **({} if by_card else request.workers), **request.environment},
+        "environments": {"PYTHONUNBUFFERED": "1", **workers, **request.environment},
     }
     if request.image:
         folder = f"{CODE_FOLDER}/{code.rstrip('/').rsplit('/', 1)[1]}"
@@ -118,6 +126,7 @@ def _path(url: str) -> str:
 
 
 def connect(request: Request) -> Any:
+    """Return a ModelArtsClient for --endpoint, else for --region; UserError for an unknown region."""
     try:
         from huaweicloudsdkcore.auth.provider import CredentialProviderChain
         from huaweicloudsdkmodelarts.v1 import ModelArtsClient
@@ -140,8 +149,10 @@ def send(client: Any, request: Request, body: Any) -> str:
 
     for name in ("code_url", "data_url", "output_url"):
         url = getattr(request, name)
-        if url and (how := bucket.encryption(url)):
-            raise UserError(f"--{name} {url}: the bucket is encrypted ({how}), which ModelArts' jobs cannot read: give another")
+        if url and (encryption := bucket.encryption(url)):
+            raise UserError(
+                f"--{name} {url}: the bucket is encrypted ({encryption}), which ModelArts' jobs cannot read: give another"
+            )
     return client.create_training_job(CreateTrainingJobRequest(body=body)).metadata.id
 
 
@@ -159,8 +170,8 @@ def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int
 def log(client: Any, request: Request, job_id: str) -> list[str]:
     from huaweicloudsdkmodelarts.v1 import ShowTrainingJobLogsPreviewRequest
 
-    asked = ShowTrainingJobLogsPreviewRequest(training_job_id=job_id, task_id="worker-0")
-    content: str = client.show_training_job_logs_preview(asked).content or ""
+    query = ShowTrainingJobLogsPreviewRequest(training_job_id=job_id, task_id="worker-0")
+    content: str = client.show_training_job_logs_preview(query).content or ""
     return content.splitlines()
 
 

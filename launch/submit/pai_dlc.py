@@ -21,6 +21,7 @@ GRACE_SECONDS = 60  # from the stop signal to the kill; a job kills its own work
 
 
 def mistakes(request: Request) -> Iterator[str]:
+    """Yield a line for each mistake that only PAI-DLC refuses."""
     if not request.flavor and not request.pool:
         yield "pai-dlc needs --flavor, such as ecs.gn7i-c8g1.2xlarge, or --pool, the id of a resource quota"
     if request.flavor and (request.cpus or request.memory):
@@ -33,7 +34,7 @@ def mistakes(request: Request) -> Iterator[str]:
 
 def build(request: Request) -> dict[str, Any]:
     """Return the body of POST /api/v1/jobs; the first worker is the master."""
-    worker = requests.given(
+    worker = requests.without_none(
         Type="Worker",
         PodCount=request.nodes,
         Image=request.image,
@@ -42,7 +43,7 @@ def build(request: Request) -> dict[str, Any]:
         SpotSpec={"SpotStrategy": "SpotAsPriceGo"} if request.spot else None,
     )
     folders = {CODE: request.code_url, DATA: request.data_url, OUTPUT: request.output_url}
-    return requests.given(
+    return requests.without_none(
         DisplayName=request.name,
         JobType="PyTorchJob",
         WorkspaceId=request.workspace,
@@ -57,8 +58,8 @@ def build(request: Request) -> dict[str, Any]:
 
 
 def _resources(request: Request) -> dict[str, str]:
-    asked = {"GPU": request.gpus, "CPU": request.cpus, "Memory": request.memory and f"{request.memory}Gi"}
-    return {name: str(value) for name, value in asked.items() if value}
+    resources = {"GPU": request.gpus, "CPU": request.cpus, "Memory": request.memory and f"{request.memory}Gi"}
+    return {name: str(value) for name, value in resources.items() if value}
 
 
 def _restarts(retries: int) -> dict[str, Any]:
@@ -90,6 +91,7 @@ def _uri(url: str, region: Optional[str]) -> str:
 
 
 def connect(request: Request) -> Any:
+    """Return a client of PAI-DLC for the region of the request; UserError if it has none."""
     if not request.region:  # mistakes() is not called for --stop
         raise UserError(NO_REGION)
     try:
@@ -131,8 +133,8 @@ def log(client: Any, request: Request, job_id: str) -> list[str]:
     pods = sorted(pod.pod_id for pod in _job(client, job_id).pods or [])
     if not pods:
         return []
-    first = next((pod for pod in pods if "master" in pod), pods[0])
-    return client.get_pod_logs(job_id, first, GetPodLogsRequest(max_lines=LOG_LINES)).body.logs or []
+    main_pod = next((pod for pod in pods if "master" in pod), pods[0])
+    return client.get_pod_logs(job_id, main_pod, GetPodLogsRequest(max_lines=LOG_LINES)).body.logs or []
 
 
 def stop(client: Any, request: Request, job_id: str) -> None:

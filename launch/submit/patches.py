@@ -29,7 +29,7 @@ KEYS = {
     "ports": "containerPort", "hostAliases": "ip", "topologySpreadConstraints": "topologyKey",
 }  # fmt: skip
 DELETE = ("$patch", "delete")
-KNOWN = {"": {"metadata", "template"}, "metadata": {"labels", "annotations"}, "template": {"metadata", "spec"}}
+ALLOWED = {"": {"metadata", "template"}, "metadata": {"labels", "annotations"}, "template": {"metadata", "spec"}}
 
 
 @functools.lru_cache(maxsize=1)  # as the file may be a pipe
@@ -46,10 +46,10 @@ def read(path: Optional[str]) -> Fields:
         raise UserError(f"--patch {path} cannot be read: {one_line(error)}") from None
     except TypeError as error:
         raise UserError(f"--patch {path}: {one_line(error)}: put a date or the like in quotes") from None
-    for place, known in KNOWN.items():
-        part = content.get(place, {}) if place else content
-        if not isinstance(part, dict) or not set(part) <= known:
-            raise UserError(f"--patch {path}: {place or 'the file'} may have {' and '.join(sorted(known))} alone")
+    for section, allowed in ALLOWED.items():
+        part = content.get(section, {}) if section else content
+        if not isinstance(part, dict) or not set(part) <= allowed:
+            raise UserError(f"--patch {path}: {section or 'the file'} may have {' and '.join(sorted(allowed))} alone")
     spec = content.get("template", {}).get("spec", {})
     if not isinstance(spec, dict):
         raise UserError(f"--patch {path}: the spec of template has to have fields")
@@ -60,6 +60,7 @@ def read(path: Optional[str]) -> Fields:
 
 
 def mistakes(path: Optional[str]) -> Iterator[str]:
+    """Yield the error of read() as a line, if there is one."""
     try:
         read(path)
     except UserError as error:
@@ -80,8 +81,8 @@ def variables(path: Optional[str]) -> Iterator[tuple[str, str]]:
         spec = read(path).get("template", {}).get("spec", {})
     except UserError:  # which mistakes() says
         return
-    for one in [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]:
-        for variable in one.get("env") or []:
+    for container in [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]:
+        for variable in container.get("env") or []:
             yield variable["name"], str(variable.get("value", ""))
 
 
@@ -111,10 +112,10 @@ def merged(value: Any, change: Any, field: str = "") -> Any:
 
 
 def _merged_items(items: list[Fields], changes: list[Fields], key: str) -> list[Fields]:
-    found = {item[key]: item for item in items}
+    by_key = {item[key]: item for item in items}
     for change in changes:
         if DELETE in change.items():
-            found.pop(change[key], None)
+            by_key.pop(change[key], None)
         else:
-            found[change[key]] = merged(found.get(change[key]), change)
-    return list(found.values())
+            by_key[change[key]] = merged(by_key.get(change[key]), change)
+    return list(by_key.values())

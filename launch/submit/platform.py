@@ -20,19 +20,23 @@ LOG_LINES = 1000  # how many of the last lines of a job's log are requested
 
 
 def no_lines(request: Request) -> Iterable[str]:
+    """Return no line, for a platform without mistakes or warnings of its own."""
     return ()
 
 
 def no_client(request: Request) -> None:
-    """For a platform whose functions need no client."""
+    """Return None, for a platform whose functions need no client."""
 
 
 def as_text(request: Request, body: object) -> str:
+    """Return the body of a request as --dry_run prints it: a string as it is, else JSON."""
     return body if isinstance(body, str) else json.dumps(body, indent=2, ensure_ascii=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
+    """What submit knows of a platform: texts for its messages, and functions."""
+
     service: str  # its name in messages
     credentials: str  # how to give them, for a message where there are none
     has_credentials: Callable[[Mapping[str, str]], bool]  # whether this environment has them
@@ -62,6 +66,7 @@ def in_environment(*variables: str, files: Sequence[str] = ()) -> Callable[[Mapp
 
 
 def not_installed(package: str, extra: str) -> UserError:
+    """Return the error for a platform's package that is missing; `extra`: the extra of ours that has it."""
     return UserError(f"{package} is not installed: pip install .[{extra}]")
 
 

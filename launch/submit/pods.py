@@ -16,8 +16,8 @@ from launch.submit.request import Request
 
 CODE = "/code"  # where the code from a bucket is
 SCRATCH = "/scratch"
-VARIABLE = "ANYRANK_SECRET"  # has the secret that the nodes share
-KEY = "secret"  # of this in the Secret
+SECRET_VARIABLE = "ANYRANK_SECRET"  # has the secret that the nodes share
+SECRET_KEY = "secret"  # of this in the Secret
 OWN_FOLDERS = {CODE, SCRATCH, "/dev/shm"}
 GRACE_SECONDS = 300
 GPU = "nvidia.com/gpu"
@@ -30,24 +30,24 @@ OF_THE_POD = {
 OF_A_CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def template(request: Request, **more: Any) -> Fields:
-    """Return a pod template, as --patch changes it. `more`: fields of its spec that the kind of job needs."""
-    pod = {
-        **more,
-        "securityContext": OF_THE_POD,
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
-        **({"initContainers": [_fetcher(request)]} if request.upload_url else {}),
-        "containers": [container(request)],
-        "volumes": volumes(request),
-    }
+def template(request: Request, **extra_fields: Any) -> Fields:
+    """Return a pod template, changed by --patch; `extra_fields`: what the spec has for this kind of job."""
+    pod = {**extra_fields, "securityContext": OF_THE_POD, "terminationGracePeriodSeconds": GRACE_SECONDS}
+    if request.upload_url:
+        pod["initContainers"] = [_fetcher(request)]
+    pod["containers"] = [container(request)]
+    pod["volumes"] = volumes(request)
     return patches.merged({"spec": pod}, patches.read(request.patch).get("template", {}))
 
 
 def container(request: Request) -> Fields:
+    """Return the container that runs the job."""
     assert request.code_url  # mistakes() has refused a request without it
     code = CODE if request.upload_url else request.code_url.rstrip("/")
-    code_mount = [("code", CODE)] if request.upload_url else []
-    own_mounts = [("shm", "/dev/shm"), ("scratch", SCRATCH), *code_mount, *mounted_claims(request)]
+    own_mounts = [("shm", "/dev/shm"), ("scratch", SCRATCH)]
+    if request.upload_url:
+        own_mounts.append(("code", CODE))
+    own_mounts += mounted_claims(request)
     return {
         "name": "pytorch",  # the name that Kubeflow requires
         "image": request.image,
@@ -63,11 +63,13 @@ def container(request: Request) -> Fields:
 
 def _resources(request: Request) -> dict[str, dict[str, str]]:
     """Return what a pod gets: the limits are the requests, so that no neighbour takes memory from it, nor it from them."""
-    sizes = {
-        **({GPU: str(request.gpus)} if request.gpus else {}),
-        **({"cpu": str(request.cores)} if request.cores else {}),
-        **({"memory": f"{request.gibibytes}Gi"} if request.gibibytes else {}),
-    }
+    sizes = {}
+    if request.gpus:
+        sizes[GPU] = str(request.gpus)
+    if request.cores:
+        sizes["cpu"] = str(request.cores)
+    if request.gibibytes:
+        sizes["memory"] = f"{request.gibibytes}Gi"
     return {"limits": sizes, "requests": sizes} if sizes else {}
 
 
@@ -79,13 +81,16 @@ def _fetcher(request: Request) -> Fields:
     program = (Path(__file__).with_name("boot") / "fetch_code.py").read_text()
     folder = f"{(prefix or '').rstrip('/')}/".lstrip("/")
     endpoint = ENDPOINTS.get(scheme)  # None for s3://, where boto3 finds the endpoint itself
-    command = ["python", "-c", program, bucket, folder, CODE, "virtual" if endpoint else "auto"]
-    own_endpoint = [{"name": "AWS_ENDPOINT_URL_S3", "value": endpoint.format(region=request.region)}] if endpoint else []
+    addressing = "virtual" if endpoint else "auto"
+    command = ["python", "-c", program, bucket, folder, CODE, addressing]
+    variables = _variables(request)
+    if endpoint:
+        variables.append({"name": "AWS_ENDPOINT_URL_S3", "value": endpoint.format(region=request.region)})
     return {
         "name": "fetch-code",
         "image": request.image,
         "command": [_literal(word) for word in command],
-        "env": [*_variables(request), *own_endpoint],
+        "env": variables,
         "resources": _resources(request),
         "securityContext": OF_A_CONTAINER,
         "volumeMounts": [{"name": "code", "mountPath": CODE}, {"name": "scratch", "mountPath": SCRATCH}],
@@ -96,17 +101,17 @@ def _fetcher(request: Request) -> Fields:
 def _variables(request: Request) -> list[Fields]:
     """Return the variables of a container; its user may have neither a home nor a name in the image."""
     region = {"AWS_REGION": request.region} if request.region else {}
-    own = {"PYTHONUNBUFFERED": "1", "HOME": SCRATCH, "USER": "anyrank"}
-    given = {**own, **place_of_a_node(request), **region, **request.environment}
-    return [{"name": name, "value": _literal(value)} for name, value in given.items()]
+    defaults = {"PYTHONUNBUFFERED": "1", "HOME": SCRATCH, "USER": "anyrank"}
+    variables = {**defaults, **node_variables(request), **region, **request.environment}
+    return [{"name": name, "value": _literal(value)} for name, value in variables.items()]
 
 
-def place_of_a_node(request: Request) -> dict[str, str]:
-    """Return what a plain Job does not say by itself to its pods; their number is in JOB_COMPLETION_INDEX."""
+def node_variables(request: Request) -> dict[str, str]:
+    """Return the variables that a plain Job does not set itself; it does set JOB_COMPLETION_INDEX, the node."""
     if request.platform != "kubernetes":
         return {}
-    first = {"MASTER_ADDR": f"{request.name}-0.{request.name}", "MASTER_PORT": "23456"} if request.nodes > 1 else {}
-    return {"WORLD_SIZE": str(request.nodes), **first, **request.workers}
+    master = {"MASTER_ADDR": f"{request.name}-0.{request.name}", "MASTER_PORT": "23456"} if request.nodes > 1 else {}
+    return {"WORLD_SIZE": str(request.nodes), **master, **request.workers}
 
 
 def _literal(text: str) -> str:
@@ -116,8 +121,10 @@ def _literal(text: str) -> str:
 
 def _secret_variable(request: Request) -> list[Fields]:
     """Return the variable with the secret by which nodes authenticate to each other (docs/security.md); empty for one node."""
-    kept = {"secretKeyRef": {"name": secret_name(request), "key": KEY}}
-    return [{"name": VARIABLE, "valueFrom": kept}] if request.nodes > 1 else []
+    if request.nodes <= 1:
+        return []
+    reference = {"secretKeyRef": {"name": secret_name(request), "key": SECRET_KEY}}
+    return [{"name": SECRET_VARIABLE, "valueFrom": reference}]
 
 
 def secret_name(request: Request) -> str:
@@ -134,6 +141,7 @@ def mounts(request: Request) -> list[tuple[str, str]]:
 
 
 def claims(request: Request) -> list[str]:
+    """Return the PersistentVolumeClaims of --volumes, each once."""
     return list(dict.fromkeys(claim for claim, _ in mounts(request)))
 
 
@@ -145,11 +153,12 @@ def mounted_claims(request: Request) -> list[tuple[str, str]]:
 
 def volumes(request: Request) -> list[Fields]:
     """Return the volumes of a pod. What is in /dev/shm counts as memory of the pod, so it may take half of that."""
-    half = {"sizeLimit": f"{request.gibibytes * 512}Mi"} if request.gibibytes else {}
-    memory = {"name": "shm", "emptyDir": {"medium": "Memory", **half}}
-    code = [{"name": "code", "emptyDir": {}}] if request.upload_url else []
-    claimed = [
-        {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}}
-        for number, claim in enumerate(claims(request))
-    ]
-    return [memory, {"name": "scratch", "emptyDir": {}}, *code, *claimed]
+    memory = {"medium": "Memory"}
+    if request.gibibytes:
+        memory["sizeLimit"] = f"{request.gibibytes * 512}Mi"
+    result: list[Fields] = [{"name": "shm", "emptyDir": memory}, {"name": "scratch", "emptyDir": {}}]
+    if request.upload_url:
+        result.append({"name": "code", "emptyDir": {}})
+    for number, claim in enumerate(claims(request)):
+        result.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
+    return result

@@ -44,12 +44,14 @@ def option(
     kind: Callable[[str], object] = str,
 ) -> Any:
     """Return a field of Request that is also an option. `used_by`, `needed_by`: platforms; `kind` converts its text."""
-    about = {"help": help, "used_by": used_by, "needed_by": needed_by, "kind": kind}
-    return dataclasses.field(default=default, metadata=about)
+    metadata = {"help": help, "used_by": used_by, "needed_by": needed_by, "kind": kind}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
+    """What a platform is asked to run. A field made by option() is an option of launch submit."""
+
     platform: str
     job: str  # jobs/NAME.py
     arguments: tuple[str, ...] = ()  # the words after --, for the job
@@ -139,17 +141,22 @@ class Request:
     @property
     def options(self) -> list[str]:
         """The job's options as --NAME VALUE, or as --NAME=VALUE if the value begins with a hyphen."""
-        pairs = [(f"--{name}", value or "") for name, value in self.pairs]
-        return [word for name, value in pairs for word in ([f"{name}={value}"] if value.startswith("-") else [name, value])]
+        words = []
+        for name, value in self.pairs:
+            if value and value.startswith("-"):
+                words.append(f"--{name}={value}")
+            else:
+                words += [f"--{name}", value or ""]
+        return words
 
 
 # --- Mistakes --------------------------------------------------------------------------------------------------------
 
 NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,52}[a-z0-9])?")  # what every platform allows, with room for the suffix of a pod's name
 # Arguments and environment variables that the platforms themselves set.
-ITS_ARGUMENTS = {"init_method", "rank", "world_size", "local_rank"}
-ITS_VARIABLES = re.compile(r"(?:RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|(?:PET|MA|VC|SM|SLURM)_.*)")
-PLACES = {
+PLATFORM_ARGUMENTS = {"init_method", "rank", "world_size", "local_rank"}
+PLATFORM_VARIABLES = re.compile(r"(?:RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|(?:PET|MA|VC|SM|SLURM)_.*)")
+SUBMIT_OPTIONS = {
     "data_url": "--data_url", "data_source": "--data_url", "output_dir": "--output_url", "train_url": "--output_url",
     "result_dir": "--output_url",
 }  # fmt: skip
@@ -157,39 +164,42 @@ PLACES = {
 
 def mistakes(request: Request) -> list[str]:
     """Return a line for each mistake in the request; the platform's own module has further checks."""
-    parts = (_options, _forms, _addresses, _nested, _arguments, _variables)
-    return [line for part in parts for line in part(request)]
+    checks = (_options, _forms, _addresses, _nested, _arguments, _variables)
+    return [line for check in checks for line in check(request)]
 
 
 def _options(request: Request) -> Iterator[str]:
+    """Yield a line for each option that the platform needs and lacks, or that it does not know."""
     for field in dataclasses.fields(request):
         value = getattr(request, field.name)
-        about = field.metadata
-        if not about or request.platform == "local":  # it accepts the options of every other platform
+        metadata = field.metadata
+        if not metadata or request.platform == "local":  # it accepts the options of every other platform
             continue
-        if request.platform in about["needed_by"] and value is None:
-            yield f"{request.platform} needs --{field.name}: {about['help']}"
-        if request.platform not in about["used_by"] and value != field.default:
-            yield f"--{field.name} is for {', '.join(about['used_by'])}, not for {request.platform}: leave it out"
+        if request.platform in metadata["needed_by"] and value is None:
+            yield f"{request.platform} needs --{field.name}: {metadata['help']}"
+        if request.platform not in metadata["used_by"] and value != field.default:
+            yield f"--{field.name} is for {', '.join(metadata['used_by'])}, not for {request.platform}: leave it out"
 
 
 def _forms(request: Request) -> Iterator[str]:
+    """Yield a line for each value that is malformed or out of bounds, and for a job that is not in jobs/."""
     if not NAME.fullmatch(request.name or ""):
         yield f"--name is {request.name!r}: give a lower-case letter, then at most 53 lower-case letters, digits and hyphens"
-    for name, (least, most) in BOUNDS.items():
+    for name, (lowest, highest) in BOUNDS.items():
         value = getattr(request, name)
-        if value is not None and not least <= value <= most:
-            yield f"--{name} is {value:g}: give {least:g} to {most:g}"
+        if value is not None and not lowest <= value <= highest:
+            yield f"--{name} is {value:g}: give {lowest:g} to {highest:g}"
     if not re.fullmatch(r"jobs/[^/]+\.py", request.job):
         yield f"{request.job} is not a job of this repository: give a file of {ROOT / 'jobs'} as jobs/NAME.py"
-    elif wrong := missing_job(request.job, ROOT):
-        yield wrong
+    elif message := missing_job(request.job, ROOT):
+        yield message
     for volume in request.volumes:
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*:/[^:]*", volume):
             yield f"--volumes {volume}: give claim:/FOLDER, a PersistentVolumeClaim (a-z, 0-9 and -) and where to mount it"
 
 
 def _addresses(request: Request) -> Iterator[str]:
+    """Yield a line for each folder or address that the platform cannot use."""
     scheme = BUCKET.get(request.platform)
     for name in ("data_url", "output_url", "code_url", "log_url"):
         value = getattr(request, name)
@@ -209,48 +219,53 @@ def _nested(request: Request) -> Iterator[str]:
     """Yield a line for each folder of a bucket inside another, as it would be copied twice. A whole bucket is not looked at."""
     names = ("code_url", "data_url", "output_url", "log_url")
     values = {name: str(getattr(request, name)) for name in names}
-    values = {name: value for name, value in values.items() if (found := ADDRESS.fullmatch(value)) and found[3]}
-    for one, other in itertools.permutations(values, 2):
-        inner, outer = (values[name].rstrip("/") + "/" for name in (one, other))
-        if inner.startswith(outer) and (inner != outer or one < other):
-            yield f"--{one} {values[one]} lies in --{other} {values[other]}: give each a folder of its own"
+    values = {name: value for name, value in values.items() if (match := ADDRESS.fullmatch(value)) and match[3]}
+    for inner_name, outer_name in itertools.permutations(values, 2):
+        inner, outer = (values[name].rstrip("/") + "/" for name in (inner_name, outer_name))
+        if inner.startswith(outer) and (inner != outer or inner_name < outer_name):
+            overlap = f"--{inner_name} {values[inner_name]} lies in --{outer_name} {values[outer_name]}"
+            yield f"{overlap}: give each a folder of its own"
 
 
 def _arguments(request: Request) -> Iterator[str]:
+    """Yield a line for each of the job's options that is unknown, given twice, or set by the platform."""
     seen = set()
-    known = []
-    try:
-        known = [] if missing_job(request.job, ROOT) else bundle.option_names(ROOT / request.job)
-    except SyntaxError as error:
-        yield f"{request.job} is no Python: {one_line(error)}"
+    job_options: list[str] = []
+    if not missing_job(request.job, ROOT):
+        try:
+            job_options = bundle.option_names(ROOT / request.job)
+        except SyntaxError as error:
+            yield f"{request.job} is no Python: {one_line(error)}"
     pairs = list(_pairs(request.arguments))
-    passed = {
+    ignored = {
         *typed.PLATFORM_OPTIONS,
         *(typed.normal_name(word) for name, names in pairs if name == "--ignore" for word in (names or "").split(",")),
     }
     for name, value in pairs:
-        plain = typed.normal_name(name)
+        normal_name = typed.normal_name(name)
         if value is None:
             yield f"the job's option {name!r} does not have the form --NAME VALUE, the only one that every console takes"
-        elif plain in ITS_ARGUMENTS:
+        elif normal_name in PLATFORM_ARGUMENTS:
             yield f"{name} is set by the platform: leave it out"
-        elif plain in PLACES:
-            yield f"{name} is among the job's options: give {PLACES[plain]} before the --, because the platform needs it"
-        elif plain in seen:
+        elif normal_name in SUBMIT_OPTIONS:
+            submit_option = SUBMIT_OPTIONS[normal_name]
+            yield f"{name} is among the job's options: give {submit_option} before the --, because the platform needs it"
+        elif normal_name in seen:
             yield f"{name} is given twice"
-        elif known and plain not in {*known, *passed}:
-            near = typed.nearest(name, known)
-            do = f"did you mean --{near}?" if near else f"leave it out, or let it pass with --ignore {plain}"
-            yield f"{name} is no option of {request.job}: {do}"
-        seen.add(plain)
+        elif job_options and normal_name not in {*job_options, *ignored}:
+            nearest = typed.nearest(name, job_options)
+            advice = f"did you mean --{nearest}?" if nearest else f"leave it out, or let it pass with --ignore {normal_name}"
+            yield f"{name} is no option of {request.job}: {advice}"
+        seen.add(normal_name)
 
 
 def _variables(request: Request) -> Iterator[str]:
+    """Yield a line for each --env that is malformed, or that the platform sets itself."""
     for pair in request.env:
         name, equals, value = pair.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield f"--env {name[:40]}: give NAME=VALUE"
-        elif ITS_VARIABLES.fullmatch(name):
+        elif PLATFORM_VARIABLES.fullmatch(name):
             yield f"--env {name} is set by the platform: leave it out"
         elif not value.replace("\t", " ").isprintable():
             yield f"--env {name}: the value has a character that cannot be printed"
@@ -266,25 +281,33 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Optional[str]]]:
             yield word, None
         elif equals:
             yield name, value
+        elif words and not words[0].startswith("--"):
+            yield name, words.pop(0)
         else:
-            yield name, words.pop(0) if words and not words[0].startswith("--") else None
+            yield name, None
 
 
 # --- The job's command and code ----------------------------------------------------------------------------------------
 
 
-def places(data: Optional[str], output: Optional[str]) -> list[str]:
-    return [*(["--data_url", data] if data else []), *(["--output_dir", output] if output else [])]
+def folder_options(data: Optional[str], output: Optional[str]) -> list[str]:
+    """Return the job's options for its data and its output folder, of those that are given."""
+    words = []
+    if data:
+        words += ["--data_url", data]
+    if output:
+        words += ["--output_dir", output]
+    return words
 
 
 def command(
     request: Request, code: str, data: Optional[str] = None, output: Optional[str] = None, python: str = "python"
 ) -> list[str]:
     """Return the job's command, with the code in the folder `code`; without a shell, so that a stop signal reaches the job."""
-    return [python, "-u", f"{code}/{request.job}", *request.options, *places(data, output)]
+    return [python, "-u", f"{code}/{request.job}", *request.options, *folder_options(data, output)]
 
 
-def given(**fields: Any) -> dict[str, Any]:
+def without_none(**fields: Any) -> dict[str, Any]:
     """Return the arguments as a dictionary, without those that are None."""
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -297,8 +320,10 @@ def stage(job: str, folder: Union[str, Path], arguments: Sequence[str] = ()) -> 
     target = Path(folder, job)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(bundle.bundle(ROOT / job), encoding="utf-8")
-    at_addresses = any(word.split("=")[-1].startswith(BUCKETS) for word in arguments)
-    packages = bundle.requirements.text(job, [bundle.requirements.OF_ADDRESSES] if at_addresses else [])
+    needed = []
+    if any(word.split("=")[-1].startswith(BUCKETS) for word in arguments):
+        needed.append(bundle.requirements.OF_ADDRESSES)
+    packages = bundle.requirements.text(job, needed)
     for name in bundle.requirements.NAMES:
         Path(folder, name).write_text(packages)
     shutil.copy(Path(__file__).with_name("boot") / "boot_sagemaker.py", folder)

@@ -30,6 +30,7 @@ def _has_credentials(environ: Mapping[str, str]) -> bool:
 
 
 def mistakes(request: Request) -> Iterator[str]:
+    """Yield a line for each mistake that only SageMaker refuses."""
     if request.flavor and not request.flavor.startswith("ml."):
         yield f"--flavor is {request.flavor}: give a type that begins with ml., such as ml.g5.48xlarge"
     if request.role and not request.role.startswith("arn:aws"):
@@ -42,12 +43,15 @@ def mistakes(request: Request) -> Iterator[str]:
 
 
 def build(request: Request) -> dict[str, Any]:
+    """Return the arguments of create_training_job()."""
     assert request.code_url and request.output_url  # mistakes() has refused a request without them
     seconds = request.seconds or DAY
     longest_wait = seconds + DAY if request.spot else None
     output = request.output_url.rstrip("/")
-    data = [_channel("training", request.data_url)] if request.data_url else []
-    return requests.given(
+    channels = [_channel("code", request.code_url)]
+    if request.data_url:
+        channels.append(_channel("training", request.data_url))
+    return requests.without_none(
         TrainingJobName=request.name,
         RoleArn=request.role,
         AlgorithmSpecification={
@@ -58,13 +62,13 @@ def build(request: Request) -> dict[str, Any]:
             "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
         },
         HyperParameters=dict(request.pairs),
-        InputDataConfig=[_channel("code", request.code_url), *data],
+        InputDataConfig=channels,
         OutputDataConfig={"S3OutputPath": f"{output}/"},
         # SageMaker gives the saved checkpoints to this job when it restarts it, and to a later job with the same address.
         CheckpointConfig={"S3Uri": f"{output}/checkpoints/", "LocalPath": SAGEMAKER_CHECKPOINTS},
         TensorBoardOutputConfig={"S3OutputPath": f"{output}/tensorboard/", "LocalPath": SAGEMAKER_TENSORBOARD},
         ResourceConfig={"InstanceType": request.flavor, "InstanceCount": request.nodes, "VolumeSizeInGB": 100},
-        StoppingCondition=requests.given(MaxRuntimeInSeconds=seconds, MaxWaitTimeInSeconds=longest_wait),
+        StoppingCondition=requests.without_none(MaxRuntimeInSeconds=seconds, MaxWaitTimeInSeconds=longest_wait),
         Environment={"PYTHONUNBUFFERED": "1", **request.workers, **request.environment},
         EnableManagedSpotTraining=request.spot,
         RetryStrategy={"MaximumRetryAttempts": request.retries} if request.retries else None,
@@ -98,9 +102,9 @@ def console(request: Request, job_id: str) -> str:
 
 
 def state(clients: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
-    told = clients["sagemaker"].describe_training_job(TrainingJobName=job_id)
-    status = told["TrainingJobStatus"]
-    return f"{status} ({told.get('SecondaryStatus', '')})", ENDED.get(status)
+    description = clients["sagemaker"].describe_training_job(TrainingJobName=job_id)
+    status = description["TrainingJobStatus"]
+    return f"{status} ({description.get('SecondaryStatus', '')})", ENDED.get(status)
 
 
 def log(clients: Any, request: Request, job_id: str) -> list[str]:

@@ -13,11 +13,12 @@ def secrets(request: Request, better_way: str) -> Iterator[str]:
 
     `better_way`: how a job gets a secret on this platform.
     """
-    for what, why in _found(request):
-        yield f"{what} {why}, which the request would show: {better_way}"
+    for subject, reason in _suspects(request):
+        yield f"{subject} {reason}, which the request would show: {better_way}"
 
 
-def _found(request: Request) -> Iterator[tuple[str, str]]:
+def _suspects(request: Request) -> Iterator[tuple[str, str]]:
+    """Yield (an option or variable, what looks like a secret in it)."""
     for name in request.environment:
         if is_secret(name):
             yield f"--env {name}", "looks like a secret"
@@ -27,8 +28,8 @@ def _found(request: Request) -> Iterator[tuple[str, str]]:
     for name, text in patches.variables(request.patch):
         if is_secret(name) or any(reasons(text)):
             yield f"--patch sets {name}, which", "looks like a secret"
-    given = [(f"--{field.name}", getattr(request, field.name)) for field in dataclasses.fields(request) if field.metadata]
-    texts = [(name, text) for name, value in given for text in (value if isinstance(value, tuple) else [value])]
+    options = [(f"--{field.name}", getattr(request, field.name)) for field in dataclasses.fields(request) if field.metadata]
+    texts = [(name, text) for name, value in options for text in (value if isinstance(value, tuple) else [value])]
     texts = [(name, text.partition("=")[2] if name == "--env" else text) for name, text in texts if isinstance(text, str)]
     for name, text in [*texts, *((f"the job's --{name}", value or "") for name, value in request.pairs)]:
-        yield from ((name, why) for why in dict.fromkeys(reasons(text)))
+        yield from ((name, reason) for reason in dict.fromkeys(reasons(text)))

@@ -19,7 +19,7 @@ WARNING_SECONDS = 120  # before the time limit: SLURM tells the job to save, and
 FAILED = ["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "REVOKED"]
 ENDED = {"COMPLETED": 0, **dict.fromkeys(FAILED, 1)}
 
-AGAIN = """\
+RUN_AND_REQUEUE = """\
 failures={failures} again= stopped=
 trap 'stopped=1' TERM  # scancel: no new start
 {run}
@@ -43,6 +43,7 @@ def _has_credentials(environ: Mapping[str, str]) -> bool:
 
 
 def mistakes(request: Request) -> Iterator[str]:
+    """Yield a line for each mistake that only SLURM refuses."""
     if request.code_url and is_address(request.code_url):
         yield f"--code_url is {request.code_url}: slurm needs a folder that every node sees"
     for name in ("pool", "data_url", "output_url", "code_url", "script_line"):
@@ -51,6 +52,7 @@ def mistakes(request: Request) -> Iterator[str]:
 
 
 def build(request: Request) -> str:
+    """Return the batch script."""
     code = os.path.abspath(request.code_url) if request.code_url else str(requests.ROOT)
     sizes = _sizes(request)
     lines = {
@@ -60,18 +62,29 @@ def build(request: Request) -> str:
     }  # fmt: skip
     header = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in lines.items() if value is not None]
     header.append("#SBATCH --requeue" if request.retries else "#SBATCH --no-requeue")
-    header += ["#SBATCH --no-kill"] if request.is_elastic else []
-    own = sorted(request.script_line, key=lambda line: not line.startswith("#SBATCH"))  # sbatch ignores #SBATCH after a command
+    if request.is_elastic:
+        header.append("#SBATCH --no-kill")
+    site_lines = sorted(
+        request.script_line, key=lambda line: not line.startswith("#SBATCH")
+    )  # sbatch ignores #SBATCH after a command
     # The nodes' secret is made when the job starts, so no stored or shown script contains it (docs/security.md).
-    exports = ['export ANYRANK_SECRET="$(od -An -tx1 -N32 /dev/urandom | tr -d " \\n")"'] if request.nodes > 1 else []
+    exports = []
+    if request.nodes > 1:
+        exports.append('export ANYRANK_SECRET="$(od -An -tx1 -N32 /dev/urandom | tr -d " \\n")"')
     exports += [f"export {name}={shlex.quote(value)}" for name, value in request.environment.items()]
     words = requests.command(request, code, request.data_url, request.output_url, _python(request))
-    given = [f"--{name}={value}" for name, value in sizes.items()]  # srun does not take them from the #SBATCH lines
+    size_options = [f"--{name}={value}" for name, value in sizes.items()]  # srun does not take them from the #SBATCH lines
     kill = ["--kill-on-bad-exit=0", "--no-kill"] if request.is_elastic else ["--kill-on-bad-exit=1"]
-    run = shlex.join(["srun", *kill, *given, *words])
+    run = shlex.join(["srun", *kill, *size_options, *words])
     failures = f'{shlex.quote(os.path.join(_folder(request), f".{request.name}"))}-"$SLURM_JOB_ID".failures'
     return "\n".join(
-        ["#!/bin/bash", *header, *own, *exports, AGAIN.format(run=run, retries=request.retries, failures=failures)]
+        [
+            "#!/bin/bash",
+            *header,
+            *site_lines,
+            *exports,
+            RUN_AND_REQUEUE.format(run=run, retries=request.retries, failures=failures),
+        ]
     )
 
 
@@ -82,9 +95,12 @@ def _python(request: Request) -> str:
 
 def _sizes(request: Request) -> dict[str, str]:
     """Return the options for a node's cores and memory: without them, a cluster that binds tasks to cores gives only one."""
-    cores = {"cpus-per-task": str(request.cores)} if request.cores else {}
-    memory = {"mem": f"{request.gibibytes}G"} if request.gibibytes else {}
-    return {**cores, **memory}
+    sizes = {}
+    if request.cores:
+        sizes["cpus-per-task"] = str(request.cores)
+    if request.gibibytes:
+        sizes["mem"] = f"{request.gibibytes}G"
+    return sizes
 
 
 def _folder(request: Request) -> str:
@@ -97,21 +113,24 @@ def _log(request: Request) -> str:
 
 
 def _clock(hours: Optional[float]) -> Optional[str]:
-    hours_and_minutes = divmod(round((hours or 0) * 60), 60)
-    return None if hours is None else "{}:{:02d}:00".format(*hours_and_minutes)
+    if hours is None:
+        return None
+    return "{}:{:02d}:00".format(*divmod(round(hours * 60), 60))
 
 
 # --- Sending -----------------------------------------------------------------------------------------------------------
 
 
 def _run(*words: str, text: Optional[str] = None) -> str:
-    done = subprocess.run(words, input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{words[0]} refused: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return done.stdout
+    result = subprocess.run(words, input=text, capture_output=True, text=True)
+    if result.returncode:
+        reason = result.stderr.strip() or f"exit code {result.returncode}"
+        raise UserError(f"{words[0]} refused: {reason}")
+    return result.stdout
 
 
 def send(client: object, request: Request, body: Any) -> str:
+    """Submit the script and return the job's id; UserError if sbatch refuses it."""
     os.makedirs(_folder(request) or ".", exist_ok=True)  # sbatch does not create the folder of the log
     try:
         return _run("sbatch", "--parsable", text=body).strip().split(";")[0]
@@ -119,8 +138,10 @@ def send(client: object, request: Request, body: Any) -> str:
         sizes = _sizes(request)
         if not re.search("node configuration|generic resource", str(error)) or not sizes:
             raise
-        asked = f"{sizes.get('cpus-per-task', 'some')} cores, {sizes.get('mem', '0G')[:-1]} GiB and {request.gpus} GPUs"
-        hint = f"each node has to have {asked}; --cpus 0 --memory 0 leave the first two to the cluster, --gpus 0 asks for none"
+        requested = f"{sizes.get('cpus-per-task', 'some')} cores, {sizes.get('mem', '0G')[:-1]} GiB and {request.gpus} GPUs"
+        hint = (
+            f"each node has to have {requested}; --cpus 0 --memory 0 leave the first two to the cluster, --gpus 0 asks for none"
+        )
         raise UserError(f"{error}: {hint}") from None
 
 
@@ -142,6 +163,7 @@ def _fields(job_id: str) -> dict[str, str]:
 
 
 def log(client: object, request: Request, job_id: str) -> list[str]:
+    """Return the last lines of the job's output; empty before there is a file."""
     try:
         with open(_fields(job_id).get("StdOut", ""), errors="replace") as file:
             return file.read().splitlines()[-LOG_LINES:]

@@ -117,7 +117,7 @@ class _KernelsClock(memcached._Socket):
         self.settimeout(None)
 
     def recv(self, count):
-        self.network.left()
+        self.network.remaining()
         return socket.socket.recv(self, count)
 
 

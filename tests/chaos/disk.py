@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from datasets.dpex.cluster import LOOPBACK
+from datasets.dpex.cluster import LOOPBACK_VARIABLES
 from tests.chaos import disk_cases, disk_point
 from tests.chaos.disk_cases import CASES
 from tests.tools import packages
@@ -58,7 +58,7 @@ def ray_cluster(work):
     folder = tempfile.mkdtemp(prefix="disk-ray-")  # a short name: the paths of Ray's sockets have at most 107 letters
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), **LOOPBACK}
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), **LOOPBACK_VARIABLES}
     words = ["ray", "start", "--head", "--block", "--num-cpus", 64, "--include-dashboard", "false", "--temp-dir", folder]
     words += ["--node-ip-address", "127.0.0.1", "--port", address.split(":")[1]]
     with open(work / "ray.log", "w") as log:

@@ -25,7 +25,7 @@ from common.run.observers import console
 from datasets import cifar10, imagenet
 from datasets.facade import Dataset, resident_bytes
 from datasets.kspeed import samples
-from datasets.loader import DeviceLoader, SampleLoader, TransferClock, ahead, torch_batches
+from datasets.loader import DeviceLoader, SampleLoader, TransferClock, read_ahead, torch_batches
 from datasets.packs import packed
 from datasets.photos import labelled, tree
 from datasets.sampler import EpochSampler, InOrder
@@ -97,7 +97,7 @@ def test_a_data_set_that_draws_beside_the_steps_is_told_once_and_only_it(capsys,
 
     kept: list = []
     batches = torch_batches(Numbers(), EpochSampler(8, 2, seed=0))
-    assert len(list(ahead((batch for batch in batches), 1))) == 4
+    assert len(list(read_ahead((batch for batch in batches), 1))) == 4
     assert capsys.readouterr().out.count("warning: the data set draws random numbers in the process that trains") == draws
 
 
@@ -173,7 +173,7 @@ def counted(count, asked, fails_at=None):
 
 
 def test_ahead_gives_the_same_in_order_and_leaves_no_thread():
-    assert list(ahead(counted(50, []), 3)) == list(range(50))
+    assert list(read_ahead(counted(50, []), 3)) == list(range(50))
     assert not working()
 
 
@@ -182,7 +182,7 @@ def test_what_is_made_ahead_is_made_by_one_thread_and_the_training_keeps_its_own
     torch.set_num_threads(2)
     later = []
     try:
-        assert list(ahead((torch.get_num_threads() for _ in range(3)), 1)) == [1, 1, 1]
+        assert list(read_ahead((torch.get_num_threads() for _ in range(3)), 1)) == [1, 1, 1]
         thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
         thread.start()
         thread.join()
@@ -200,7 +200,7 @@ def test_ahead_works_no_further_ahead_than_it_may():
                 reached.set()
             yield number
 
-    found = ahead(items(), 3)
+    found = read_ahead(items(), 3)
     assert next(found) == 0
     assert reached.wait(PATIENCE) and len(asked) <= 5  # one is with us, three wait, one may be on its way
     found.close()
@@ -209,7 +209,7 @@ def test_ahead_works_no_further_ahead_than_it_may():
 
 @pytest.mark.parametrize("place", [0, 7])
 def test_what_fails_ahead_is_raised_in_its_place(place):
-    found = ahead(counted(50, [], place), 3)
+    found = read_ahead(counted(50, [], place), 3)
     assert [next(found) for _ in range(place)] == list(range(place))
     with pytest.raises(OSError, match="the disk is gone"):
         next(found)
@@ -244,13 +244,13 @@ def test_seconds_are_read_and_added_under_one_lock(monkeypatch):
 
         @property
         def _seconds(self):
-            self.touched.append(self._reading.locked())
+            self.touched.append(self._events_lock.locked())
             return 0.0
 
         @_seconds.setter
         def _seconds(self, _):
-            if hasattr(self, "_reading"):
-                self.touched.append(self._reading.locked())
+            if hasattr(self, "_events_lock"):
+                self.touched.append(self._events_lock.locked())
 
     clock = Watched(CPU)
     event = types.SimpleNamespace(query=lambda: True, elapsed_time=lambda _: 5)
@@ -669,7 +669,7 @@ def test_a_batch_that_a_second_stream_has_made_is_waited_for_and_its_memory_kept
     monkeypatch.setattr(devices, "current_stream", lambda device: stream)
     images, labels = (torch.zeros(2).as_subclass(OnGPU) for _ in range(2))
     loader = DeviceLoader(Numbers(), EpochSampler(10, 2, seed=0), CPU, (0.5,) * 3, (0.25,) * 3)
-    monkeypatch.setattr(loader, "_moved", lambda: iter([((images, labels), np.arange(2), "its event")]))
+    monkeypatch.setattr(loader, "_device_batches", lambda: iter([((images, labels), np.arange(2), "its event")]))
     assert len(list(loader)) == 1 and waited == ["its event"]
     assert used == [(id(images), stream), (id(labels), stream)]
 
@@ -690,7 +690,7 @@ def test_what_makes_batches_ahead_is_closed_with_the_loop():
             closed.append(True)
 
     held = items()  # else Python closes it
-    found = ahead(held, 3)
+    found = read_ahead(held, 3)
     assert next(found) == 0
     found.close()
     assert closed

@@ -79,15 +79,15 @@ def test_what_is_erased_is_torchvisions_rectangle_with_the_same_numbers(monkeypa
 
 def test_what_is_erased_depends_on_seed_epoch_and_sample_alone():
     images, ids = pictures(40) + 1, torch.arange(40)
-    whole = mixing.erased(images.clone(), ids, seed=0, epoch=2, share=0.5)
+    whole = mixing.erase_rectangles(images.clone(), ids, seed=0, epoch=2, share=0.5)
     touched = (whole != images).flatten(1).any(dim=1)
     assert 8 < int(touched.sum()) < 32 and set(whole[whole != images].tolist()) == {0.0}
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
-    parts = [mixing.erased(images[some].clone(), some, seed=0, epoch=2, share=0.5) for some in order.split(7)]
+    parts = [mixing.erase_rectangles(images[some].clone(), some, seed=0, epoch=2, share=0.5) for some in order.split(7)]
     assert torch.equal(torch.cat(parts), whole[order])
     for other in ({"seed": 1, "epoch": 2}, {"seed": 0, "epoch": 3}):
-        assert not torch.equal(mixing.erased(images.clone(), ids, share=0.5, **other), whole)
-    assert torch.equal(mixing.erased(images.clone(), ids, 0, 2, share=0.0), images)
+        assert not torch.equal(mixing.erase_rectangles(images.clone(), ids, share=0.5, **other), whole)
+    assert torch.equal(mixing.erase_rectangles(images.clone(), ids, 0, 2, share=0.0), images)
 
 
 def test_the_loader_erases_what_is_not_zero_otherwise():
@@ -141,7 +141,7 @@ def test_with_both_one_of_them_is_drawn():
 
 def test_classes_that_are_weighted_count_alike_in_any_portions():
     labels = torch.tensor([0] * 12 + [1] * 3 + [3])
-    weights = mixing.balanced(labels.numpy(), 4)
+    weights = mixing.balanced_weights(labels.numpy(), 4)
     assert [float(weights[number] * (labels == number).sum()) for number in (0, 1, 3)] == pytest.approx([16 / 3] * 3)
     assert weights[2] == 0 and float(weights[labels].mean()) == pytest.approx(1)
     loss_fn, output = mixing.WeightedLoss(weights, 0.1), torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
@@ -150,4 +150,4 @@ def test_classes_that_are_weighted_count_alike_in_any_portions():
     assert float(parts) == pytest.approx(float(whole))
     plain = torch.nn.functional.cross_entropy(output, labels, label_smoothing=0.1, reduction="none")
     assert float(whole) == pytest.approx(float((plain * weights[labels]).mean()))
-    assert mixing.described(weights, ["a", "b", "c", "d"]) == "--class_weights balanced: from 0.444 for a to 5.33 for d"
+    assert mixing.describe_weights(weights, ["a", "b", "c", "d"]) == "--class_weights balanced: from 0.444 for a to 5.33 for d"

@@ -71,5 +71,5 @@ class Noisy(cifar10.ImageArrays):
     "kind, workers, most", [(Noisy, 0, 2**28), (cifar10.ImageArrays, 1, 2**28), (cifar10.ImageArrays, 0, 1000)]
 )
 def test_other_data_stay_on_the_host(gpu, monkeypatch, kind, workers, most):
-    monkeypatch.setattr(cifar10, "MOST_RESIDENT", most)
+    monkeypatch.setattr(cifar10, "MAX_RESIDENT_BYTES", most)
     assert type(cifar10.loader(data_set(kind), EpochSampler(200, 16, seed=3), CPU, workers=workers)) is DeviceLoader

@@ -73,7 +73,7 @@ def test_one_process_two_and_the_reverted_job_begin_alike(empty, tmp_path):
     launcher = ["-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", str(free_port())]
     two = epochs_of(run(empty, *words, "two", before=launcher))
     base, found = blocks.read(empty / "plain_ddp.py")
-    assert {block.tag for block in found} == {"DDP"} and not any(block.was for block in found), "they only add lines"
+    assert {block.tag for block in found} == {"DDP"} and not any(block.replaced for block in found), "they only add lines"
     (empty / "plain_ddp.py").write_text("\n".join(base))
     assert "distributed" not in "\n".join(base).split('"""')[2]
     one = epochs_of(run(empty, *words, "one"))

@@ -47,7 +47,7 @@ def test_the_tags_are_those_of_the_file_name_and_the_how_to_start_is_below_the_d
     below_the_docstring = base.index('"""', 1) + 2
     for tag in {block.tag for block in found}:
         first = next(block for block in found if block.tag == tag)
-        assert first.at == below_the_docstring and "how to start it, and when" in first.text[0]
+        assert first.position == below_the_docstring and "how to start it, and when" in first.text[0]
         assert first.text[1] == '__doc__ = f"""{__doc__}' and first.text[-2] == '"""'
 
 
@@ -55,7 +55,7 @@ def test_the_tags_are_those_of_the_file_name_and_the_how_to_start_is_below_the_d
 def test_commenting_out_an_insert_only_feature_is_the_single_card_job(tag):
     """The promise of the ModelArts document, taken literally: every line inside the markers gets a # in front."""
     path = blocks.job_of(tag)
-    assert all(not block.was for block in blocks.read(path)[1])
+    assert all(not block.replaced for block in blocks.read(path)[1])
     inside, lines = False, []
     for line in path.read_text().split("\n"):
         opening, closing = blocks.OPEN.fullmatch(line), blocks.CLOSE.fullmatch(line)

@@ -162,9 +162,9 @@ def test_pip_is_seen_to_change_what_an_engine_has(pip_says):
 
 
 def test_a_name_says_what_the_engine_has():
-    assert engines.read(NEWEST) == ((2, 1), (3, 10), False)
-    assert engines.read(ASCEND) == ((2, 1), (3, 9), True)
-    assert engines.read("pytorch_2.8.0-cuda_12.8-py_3.12.3-ubuntu_24.04-x86_64") == ((2, 8), (3, 12), False), (
+    assert engines.parse(NEWEST) == ((2, 1), (3, 10), False)
+    assert engines.parse(ASCEND) == ((2, 1), (3, 9), True)
+    assert engines.parse("pytorch_2.8.0-cuda_12.8-py_3.12.3-ubuntu_24.04-x86_64") == ((2, 8), (3, 12), False), (
         "newer than the list"
     )
 

@@ -15,22 +15,23 @@ from typing import Any, NoReturn
 
 def environment(base: str, hosts: dict[str, Any], environ: dict[str, str]) -> dict[str, str]:
     """Return `environ` and SageMaker's variables for hosts, output folders and data channels; a variable already set stays."""
-    named = {
+    variables = {
         "SM_HOSTS": json.dumps(hosts["hosts"]),
         "SM_CURRENT_HOST": hosts["current_host"],
         "SM_MODEL_DIR": f"{base}/model",
         "SM_OUTPUT_DATA_DIR": f"{base}/output/data",
     }
     data = f"{base}/input/data"
-    for channel in sorted(os.listdir(data)) if os.path.isdir(data) else []:
+    channels = sorted(os.listdir(data)) if os.path.isdir(data) else []
+    for channel in channels:
         if channel != "code" and os.path.isdir(f"{data}/{channel}"):
-            named[f"SM_CHANNEL_{channel.upper()}"] = f"{data}/{channel}"
-    return {**named, **environ}
+            variables[f"SM_CHANNEL_{channel.upper()}"] = f"{data}/{channel}"
+    return {**variables, **environ}
 
 
-def fail(why: str, path: str) -> NoReturn:
+def fail(reason: str, path: str) -> NoReturn:
     """Print one error line, write it to `path`, the file that SageMaker shows after a failure, and exit with 1."""
-    line = f"error: {why}"
+    line = f"error: {reason}"
     print(line, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError), open(path, "w") as file:
         file.write(line + "\n")
@@ -38,22 +39,23 @@ def fail(why: str, path: str) -> NoReturn:
 
 
 def main() -> None:
+    """Install the packages, set the variables, and replace this process by the job."""
     code = os.path.dirname(os.path.abspath(__file__))
     base = os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml")
-    told = {}
+    config = {}
     for name in ("resourceconfig", "hyperparameters"):
         with open(f"{base}/input/config/{name}.json") as file:
-            told[name] = json.load(file)
+            config[name] = json.load(file)
     requirements = os.path.join(code, "requirements.txt")
-    code_of_pip = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-r", requirements]).returncode
-    if code_of_pip:
+    exit_code = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-r", requirements]).returncode
+    if exit_code:
         fail(
-            f"pip install -r {requirements} ended with {code_of_pip}, see its lines above: give the job a network that reaches "
+            f"pip install -r {requirements} ended with {exit_code}, see its lines above: give the job a network that reaches "
             "a package index, or an image that has these packages",
             f"{base}/output/failure",
         )
-    options = [f"--{name}={value}" for name, value in told["hyperparameters"].items()]
-    os.environ.update(environment(base, told["resourceconfig"], dict(os.environ)))
+    options = [f"--{name}={value}" for name, value in config["hyperparameters"].items()]
+    os.environ.update(environment(base, config["resourceconfig"], dict(os.environ)))
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-u", os.path.join(code, sys.argv[1]), *options])
 

@@ -306,7 +306,7 @@ def once(owner, name):
 once(*{where})
 exec(compile(open({job!r}).read(), {job!r}, "exec"), {{"__name__": "__main__", "__file__": {job!r}}})
 """
-IN_A_LOADER, IN_A_STEP = '(loader.HandsOnErrors, "__getitem__")', '(Run, "step")'
+IN_A_LOADER, IN_A_STEP = '(loader.WithSampleErrors, "__getitem__")', '(Run, "step")'
 
 
 def changed(folder, ranks, where, what, *options):

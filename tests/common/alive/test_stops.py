@@ -276,7 +276,7 @@ def test_a_thread_that_makes_batches_ahead_and_gets_no_data_holds_up_no_stop(sto
         os.read(silence, 1)
 
     with pytest.raises(SystemExit):
-        list(stops.each(loader.ahead(batches(), 2)))
+        list(stops.each(loader.read_ahead(batches(), 2)))
     assert len(stops.obeyed) == 1
 
 

@@ -27,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from common.errors import UserError
 from datasets import imagenet
 from datasets.dpex import DpexDataLoader, client, cluster, wire
-from datasets.dpex.worker import End, LoaderWorker
+from datasets.dpex.worker import EndOfStream, LoaderWorker
 from datasets.photos import tree
 from datasets.sampler import EpochSampler
 from tests.tools.jobs import PATIENCE, ROOT, assert_same_bits, environment, wait_for
@@ -398,7 +398,7 @@ def test_after_the_loss_of_a_worker_a_slow_reader_has_its_batches(tmp_path):
     with pytest.warns(UserWarning, match="made again"):
         for batch in batches:
             found += batch.unique().tolist()
-            ahead = tmp_path / str(batches._pass.sent - 1)
+            ahead = tmp_path / str(batches._pass.next_request - 1)
             wait_for(ahead.exists, None, "the batches that are fetched ahead")
             if len(found) == 1:
                 os.kill(int(ahead.read_text()), signal.SIGKILL)
@@ -406,7 +406,7 @@ def test_after_the_loss_of_a_worker_a_slow_reader_has_its_batches(tmp_path):
 
 
 def require_shown_memory():
-    if not client.bridge("local").shows_memory():
+    if not client.get_bridge("local").shows_memory():
         pytest.skip("this system shows no process the memory of another")
 
 
@@ -415,9 +415,9 @@ def test_batches_are_copied_out_of_the_workers_memory_or_come_through_a_socket(w
     if shown:
         require_shown_memory()
     copies = []
-    monkeypatch.setattr(client, "copy", lambda left: copies.append(left) or wire.copy(left))
+    monkeypatch.setattr(client, "copy_parts", lambda left: copies.append(left) or wire.copy_parts(left))
     if not shown:
-        monkeypatch.setattr(client, "memory_of", lambda process: io.FileIO(f"/no/such/folder/{process}"))
+        monkeypatch.setattr(client, "open_memory", lambda process: io.FileIO(f"/no/such/folder/{process}"))
     assert_same_batches(list(loader(warm, Everything(), batch_size=4)), list(DataLoader(Everything(), batch_size=4)))
     assert len(copies) == (6 if shown else 0)
 
@@ -428,10 +428,10 @@ def test_a_pass_that_was_interrupted_while_it_read_a_batch_leaves_the_next_one_w
 
     require_shown_memory()
     made = loader(warm, Squares(), batch_size=4)
-    monkeypatch.setattr(client, "copy", interrupted)
+    monkeypatch.setattr(client, "copy_parts", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(iter(made))
-    monkeypatch.setattr(client, "copy", wire.copy)
+    monkeypatch.setattr(client, "copy_parts", wire.copy_parts)
     assert [numbers.tolist()[0] for _, numbers in made] == list(range(0, 23, 4))
 
 
@@ -455,16 +455,16 @@ def test_a_worker_that_replaces_a_lost_one_goes_on_where_that_was_and_can_go_bac
         *(((3, 2), place) for place in range(3)),
     ]
     stream = Stream(10**9, noise=True)
-    expected = fetched(LoaderWorker(again=False), stream, [0] * 4, places)
+    expected = fetched(LoaderWorker(is_replacement=False), stream, [0] * 4, places)
     assert [batch[0].tolist()[0] for batch in expected] == [0, 4, 8, 0, 4, 0, 4, 8]
-    replacement = LoaderWorker(again=True)
+    replacement = LoaderWorker(is_replacement=True)
     for at in (6, 7, 4, 0, 5):
         assert_same_bits(fetched(replacement, stream, [0] * 4, places[at : at + 1]), expected[at : at + 1])
-    assert isinstance(fetched(replacement, Stream(12), [0] * 4, [((), 3)], epoch=2)[0], End)
-    draws = [fetched(LoaderWorker(again=again), Random(), [1, 2], [((), 0)])[0][0] for again in (False, False, True)]
+    assert isinstance(fetched(replacement, Stream(12), [0] * 4, [((), 3)], epoch=2)[0], EndOfStream)
+    draws = [fetched(LoaderWorker(is_replacement=again), Random(), [1, 2], [((), 0)])[0][0] for again in (False, False, True)]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     draws = [fetched(replacement, Random(), [1, 2], [((), 0)], epoch=3)[0][0]]
-    assert torch.equal(draws[0], fetched(LoaderWorker(again=False), Random(), [1, 2], [((), 0)])[0][0]), (
+    assert torch.equal(draws[0], fetched(LoaderWorker(is_replacement=False), Random(), [1, 2], [((), 0)])[0][0]), (
         "that is of one epoch alone"
     )
     torch.set_num_threads(threads)
@@ -484,7 +484,7 @@ def test_a_batch_that_is_about_to_be_given_is_not_left_out_where_the_cluster_is_
         raise client.ClusterLost
 
     monkeypatch.setattr(client.Workers, "fetch", lost)
-    monkeypatch.setattr(client.bridge("local"), "lost", "the test cuts it off")
+    monkeypatch.setattr(client.get_bridge("local"), "loss_reason", "the test cuts it off")
     with pytest.warns(UserWarning, match="the test cuts it off"):
         found += batches
     assert torch.cat([numbers for _, numbers in found]).tolist() == list(range(23))
@@ -507,13 +507,13 @@ for number in range(20):
     if number == 5:
         before = len(os.listdir("/proc/self/fd")), threading.active_count()
 assert (len(os.listdir("/proc/self/fd")), threading.active_count()) <= before
-process = client.bridge("local").process
+process = client.get_bridge("local").process
 assert process.poll() is None
 del made, kept
 gc.collect()
 assert process.poll() is not None
 again = DpexDataLoader(Squares(), distribute_mode=True, head_address="local", num_workers=1)
-assert len(list(again)) == 23 and client.bridge("local").process.pid != process.pid
+assert len(list(again)) == 23 and client.get_bridge("local").process.pid != process.pid
 """
 
 
@@ -530,7 +530,7 @@ def test_of_20_loaders_nothing_is_left():
 
 def test_our_own_cluster_listens_on_the_loopback_alone_and_requires_a_token(warm, tmp_path):
     """Every port that Ray's processes listen on, as the kernel says; and a client without the token is refused."""
-    bridge = client.bridge("local")
+    bridge = client.get_bridge("local")
     parents = {pid: parent for pid, parent, _ in processes()}
     own = [pid for pid, parent in parents.items() if bridge.process.pid in (pid, parent, parents.get(parent))]
     assert len(own) > 5 and bridge.address in {address for pid in own for address in listening(pid)}
@@ -539,7 +539,7 @@ def test_our_own_cluster_listens_on_the_loopback_alone_and_requires_a_token(warm
     script = f"import ray; ray.init(address='{bridge.address}')"
     words = [sys.executable, "-c", script]
     with subprocess.Popen(
-        words, cwd=tmp_path, env=environment(**cluster.LOOPBACK), stderr=subprocess.PIPE, text=True
+        words, cwd=tmp_path, env=environment(**cluster.LOOPBACK_VARIABLES), stderr=subprocess.PIPE, text=True
     ) as client_process:
         said = next((line for line in client_process.stderr if "Unauthenticated" in line or "AuthToken" in line), "")
         refused = client_process.poll() is None or client_process.returncode  # it would try for a minute

@@ -206,7 +206,7 @@ def gpu_place(self, device_id, dali_cpu):
 
 
 def test_the_place_is_the_gpu_where_there_is_one(monkeypatch, capsys):
-    monkeypatch.setattr(article, "computes_on", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(article, "compute_device", lambda: torch.device("cuda", 0))
     place = article._Place(3, False)
     assert (place.device_id, place.rest, place.decoder["device"]) == (3, "gpu", "mixed")
     assert list(place.padding.values()) == [211025920, 140544512]

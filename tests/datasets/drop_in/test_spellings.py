@@ -85,9 +85,9 @@ def test_the_option_as_it_is_written_wins_over_the_recipe_wherever_it_stands(par
     assert parsed("data").warmup == 0 and parsed().warmup == 5
 
 
-@pytest.mark.parametrize("name", sorted({**spellings.NOTHING, **spellings.NOTHING_WITH_A_VALUE}))
+@pytest.mark.parametrize("name", sorted({**spellings.NO_EFFECT, **spellings.NO_EFFECT_WITH_VALUE}))
 def test_what_has_no_meaning_here_says_so_once(parsed, name, capsys):
-    value = ["script"] if name in spellings.NOTHING_WITH_A_VALUE else []
+    value = ["script"] if name in spellings.NO_EFFECT_WITH_VALUE else []
     args = parsed(name.replace("_", "-") if name.startswith("--") else name, *value, "-b", 8)
     said = capsys.readouterr()
     assert (said.out + said.err).count("has no effect") == 1 and args.batch_size == 8 and args.data_url is None

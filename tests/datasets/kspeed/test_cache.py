@@ -14,7 +14,7 @@ import pytest
 from common.errors import UserError
 from datasets.kspeed import KSpeedFolder, fleet, memcached, samples
 from datasets.kspeed.cache import SampleCache
-from datasets.kspeed.servers import MOST_WRONG, addresses
+from datasets.kspeed.servers import MAX_WRONG_ANSWERS, addresses
 from datasets.kspeed.values import HEADER, NOT_STORED, STORED, TOO_LARGE
 from tests.tools.jobs import PATIENCE
 from tests.tools.memcached import Liar
@@ -140,7 +140,7 @@ def test_mistakes_are_said_in_a_line(monkeypatch, tmp_path):
 def test_of_ten_thousand_damaged_values_none_is_accepted(server, login, monkeypatch):
     from pymemcache.client.base import Client
 
-    monkeypatch.setattr("datasets.kspeed.servers.MOST_WRONG", 10**9)
+    monkeypatch.setattr("datasets.kspeed.servers.MAX_WRONG_ANSWERS", 10**9)
     cache, generator, raw = patient(server, **login), random.Random(1), Client(server.address)
     intruder = patient(server, **({"user": "admin", "password": "guess"} if login else {}))
     content, other = generator.randbytes(400), generator.randbytes(400)
@@ -260,7 +260,7 @@ def test_a_server_that_lies_does_no_harm(folder, server, capsys, lie):
         data.cache = SampleCache(listed([server, liar]), deadline=0.3 if lie in TIMED else PATIENT)
         for path in paths * 3:
             assert data.getBIN(path) == Path(path).read_bytes()
-        assert 0 < liar.gets <= 2 * MOST_WRONG
+        assert 0 < liar.gets <= 2 * MAX_WRONG_ANSWERS
     assert capsys.readouterr().out.count(f"warning: cache server {liar.address}") == 1
 
 
@@ -323,7 +323,7 @@ def test_a_slow_name_server_costs_no_more_than_the_deadline(server, monkeypatch)
         return real("127.0.0.1", *how)
 
     monkeypatch.setattr(memcached.socket, "getaddrinfo", slow)
-    monkeypatch.setattr(fleet, "LEFT_ALONE", 0)
+    monkeypatch.setattr(fleet, "PAUSE_SECONDS", 0)
     cache = SampleCache(f"cache.example:{server.port}", deadline=0.1)
     assert cache.set("key", b"1") == NOT_STORED
     answers.set()
@@ -411,7 +411,7 @@ def _asks(cache):
 
 
 def test_an_outage_is_said_once_for_all_forked_workers_and_again_the_next_time(server, monkeypatch, capfd):
-    monkeypatch.setattr(fleet, "LEFT_ALONE", 0)
+    monkeypatch.setattr(fleet, "PAUSE_SECONDS", 0)
     cache = patient(server)
     cache.set("key", b"1")
     for outage in (1, 2):

@@ -273,7 +273,7 @@ def test_dali_asks_it_in_spawned_workers(folder, servers):
 
 
 def test_the_vendors_package_is_used_where_it_is(folder, tmp_path, monkeypatch):
-    assert samples.vendors_folder() is None
+    assert samples.vendor_folder_class() is None
     files = tree.load(str(folder / "train"))
     assert isinstance(kspeed.through_cache(files, "127.0.0.1:1"), samples.CachedTree)
     package = tmp_path / "site" / "kspeed" / "utils" / "data"
@@ -286,7 +286,7 @@ def test_the_vendors_package_is_used_where_it_is(folder, tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     try:
-        assert samples.vendors_folder().__module__ == "kspeed.utils.data.kspeeddataset"
+        assert samples.vendor_folder_class().__module__ == "kspeed.utils.data.kspeeddataset"
         read = kspeed.through_cache(files, "127.0.0.1:1").read(0)
         assert read == b"vendor " + os.fsencode(files.path(0)), "the jobs' photographs, too"
         part = kspeed.KSpeedCallable(str(folder / "train"), 4, 0, 1, "127.0.0.1:1", **LOGIN)
@@ -296,7 +296,7 @@ def test_the_vendors_package_is_used_where_it_is(folder, tmp_path, monkeypatch):
         (package / "kspeeddataset.py").write_text("import a_part_of_the_vendors_that_is_missing\n")
         forget_vendors()
         with pytest.raises(ModuleNotFoundError, match="a_part_of_the_vendors"):
-            samples.vendors_folder()
+            samples.vendor_folder_class()
     finally:
         forget_vendors()
 

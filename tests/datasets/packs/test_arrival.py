@@ -384,7 +384,7 @@ def test_the_faster_reader_rests_after_a_failure_and_is_tried_again(store, at, m
         asked.append(now[0])
         return len(asked) > 2 and whole(*given)
 
-    monkeypatch.setattr(both._fast_reader, "part", part)
+    monkeypatch.setattr(both._fast_reader, "read_part", part)
     monkeypatch.setattr(ranges, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     for seconds in (1000, 1001, 1029, 1031, 1090, 1092, 1093):  # it fails at first, and again after half a minute
         now[0] = float(seconds)

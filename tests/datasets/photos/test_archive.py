@@ -108,7 +108,7 @@ def test_where_another_node_was_quicker_its_folder_stays(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz"])
 def test_a_file_of_more_than_one_fits_in_memory_is_refused(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(untrusted, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(untrusted, "MAX_FILE_BYTES", 1 << 20)
     for size, said in (((1 << 20) + 1, "'rose/9.jpg' in it has more than 1 MiB"), (1 << 20, None)):
         files = {**FILES, "rose/9.jpg": bytes(size)}
         (tmp_path / name).write_bytes(zip_of(files) if "zip" in name else tar_of(files, "w:gz" if "gz" in name else "w"))

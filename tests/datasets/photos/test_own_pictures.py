@@ -266,7 +266,7 @@ def test_a_job_of_ones_own_needs_none_of_the_flagships_options_to_go_on_with_its
     imagenet.add_options(parser)
     for name in ("arch", "weights", "evaluate"):
         parser.add_argument(f"--{name}", default="", help="as it was")
-    monkeypatch.setattr(imagenet, "_saved_buffers", lambda args: {"best_by": "accuracy"})
+    monkeypatch.setattr(imagenet, "_previous_settings", lambda args: {"best_by": "accuracy"})
     args, train_set, _ = imagenet.load(arguments.parse(parser, ["--data_url", str(shapes)], environ={}))
     assert len(train_set) and args.best_by == "accuracy"
 

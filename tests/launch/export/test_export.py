@@ -172,7 +172,7 @@ def test_the_photographs_of_a_validation_set_are_those_of_its_loader(folders, ph
     found = command.find(str(trained[0] / "out"))
     found.arguments.update(interpolation=mode, resize=resize)
     how = command.preprocessing(found, SimpleNamespace(image_size=None, format="onnx"))
-    take = functools.partial(preprocess_of(folders["photos", "torch"]), how=how)
+    take = functools.partial(preprocess_of(folders["photos", "torch"]), options=how)
     files = tree.load(str(photographs / "val"))
     data = Photos(files, 32, False, 0, mode=mode, short=decode.WHOLE if resize == "whole" else None)
     loader = imagenet.loader(data, InOrder(len(data), 12), CPU)

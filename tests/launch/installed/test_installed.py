@@ -141,7 +141,7 @@ INSERTED = [
 
 @pytest.mark.parametrize("text", INSERTED)
 def test_the_line_for_sys_path_comes_before_the_whole_statement(text):
-    found = command._with_the_line(text)
+    found = command._with_path_line(text)
     compile(found, "script.py", "exec")
     assert found.index("sys.path.insert") < min(found.index(word) for word in ("@torch", "import common") if word in found)
 

@@ -330,4 +330,4 @@ def test_pods_of_an_indexed_job_find_each_other_and_train(nodes, tmp_path):
 
 def test_launch_local_gives_a_node_what_a_pod_has():
     injected = local.PLATFORMS["kubernetes"](1, 2, 23456)[1]
-    assert set(injected) == {"JOB_COMPLETION_INDEX", *pods.place_of_a_node(ask("kubernetes"))} - {"NPROC_PER_NODE"}
+    assert set(injected) == {"JOB_COMPLETION_INDEX", *pods.node_variables(ask("kubernetes"))} - {"NPROC_PER_NODE"}

@@ -13,7 +13,7 @@ import yaml
 
 from launch.submit import command as submit
 from launch.submit import main, request
-from launch.submit.command import PLATFORMS, new_lines, parser
+from launch.submit.command import PLATFORMS, build_parser, new_lines
 from launch.submit.platform import describe
 from launch.submit.request import Request, mistakes
 from launch.submit.secrets import secrets
@@ -226,7 +226,7 @@ def test_each_mistake_is_one_line_of_its_own(platform, changes, words):
 
 
 def test_the_help_says_what_is_allowed():
-    told = " ".join(submit.parser().format_help().split())
+    told = " ".join(submit.build_parser().format_help().split())
     for words in (
         *("after so many hours, 0.1 to 672", "how many machines, 1 to 1000", "0 to 16", "is started again, 0 to 30"),
         *("the role that the job runs as [needed by sagemaker]", "instead of a PyTorchJob [only kubeflow]"),
@@ -237,7 +237,7 @@ def test_the_help_says_what_is_allowed():
 
 def test_blanks_around_the_value_of_a_variable_arrive():
     words = ["jobs/train.py", "--platform", "local", "--env", "A= b\t", "--env=C=-d ", "--nodes", "2"]
-    options = submit.parser().parse_args(words)
+    options = submit.build_parser().parse_args(words)
     asked = submit.request_from(options, [], datetime.datetime(2026, 1, 1))
     assert asked.environment == {"A": " b\t", "C": "-d "} and asked.nodes == 2
     assert not wrong(asked)
@@ -334,7 +334,7 @@ def test_the_commands_of_the_table_of_platforms_are_requests_without_a_mistake()
     assert [row.split()[0] for row in rows] == ["modelarts", "pai-dlc", "sagemaker", "kubernetes", "slurm"]
     for row in rows:
         words = row.replace("ARN", OWN["sagemaker"]["role"]).split()
-        options = submit.parser().parse_args(["jobs/train_ddp.py", "--nodes", "2", "--gpus", "8", "--platform", *words])
+        options = submit.build_parser().parse_args(["jobs/train_ddp.py", "--nodes", "2", "--gpus", "8", "--platform", *words])
         assert wrong(submit.request_from(options, ["--epochs", "30"], datetime.datetime(2026, 1, 2))) == [], row
 
 
@@ -364,5 +364,5 @@ def test_what_a_platform_says_is_one_line_without_a_secret():
 
 @pytest.mark.parametrize("word", ["--dry_run", "--dry-run", "--dry-run=yes"])
 def test_a_yes_or_no_option_may_stand_alone_and_leaves_the_next_word(word):
-    options = parser().parse_args([word, "jobs/train.py", "--platform", "slurm", "--output-url", "/runs/7"])
+    options = build_parser().parse_args([word, "jobs/train.py", "--platform", "slurm", "--output-url", "/runs/7"])
     assert (options.dry_run, options.job, options.output_url) == (True, "jobs/train.py", "/runs/7")
