@@ -31,13 +31,13 @@ class Progress:
 
     def __init__(
         self,
-        what: str,
+        title: str,
         total: Optional[int] = None,
         unit: str = "",
         total_bytes: Optional[int] = None,
         tell: Optional[Tell] = None,
     ) -> None:
-        self._what = one_line(what)
+        self._title = one_line(title)
         self._total = total
         self._unit = unit
         self._total_bytes = total_bytes
@@ -51,7 +51,7 @@ class Progress:
             options = {"total": total_bytes, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
         else:
             options = {"total": total, "unit": f" {unit}", "unit_scale": False, "unit_divisor": 1000}
-        self._bar = bar(desc=self._what[:40], **options)
+        self._bar = bar(desc=self._title[:40], **options)
 
     def add(self, things: int = 0, size: int = 0, old: bool = False) -> None:
         """Count more things and bytes as done. `old`: an earlier start did them, so the bytes are left out of the speed."""
@@ -74,7 +74,7 @@ class Progress:
     def text(self) -> str:
         """Return a line for the log: what is done and how fast; with a known total also the total and the time left."""
         words = [self._counted_things(), self._counted_bytes(), *self._speed_and_time_left()]
-        return f"{self._what}: {', '.join(filter(None, words))}"
+        return f"{self._title}: {', '.join(filter(None, words))}"
 
     def describe(self) -> str:
         """Return a text with the bytes, the seconds and the speed, for a line after the end."""
@@ -157,9 +157,9 @@ def bar(**options: Any) -> Any:
     return module.tqdm(**options)
 
 
-def with_bar(things: Sequence, what: str, unit: str) -> Iterator:
+def with_bar(things: Sequence, title: str, unit: str) -> Iterator:
     """Yield the things. On a terminal, tqdm (if it is installed) shows a bar, which is removed after the last of them."""
-    progress_bar = bar(total=len(things), desc=what, unit=unit, leave=False)
+    progress_bar = bar(total=len(things), desc=title, unit=unit, leave=False)
     for thing in things:
         yield thing
         if progress_bar is not None:

@@ -51,11 +51,11 @@ class Examination:
 
     def world(self, args: argparse.Namespace) -> None:
         """Check the machine, in one process of each node, as soon as the place of this process is known."""
-        self._world = here = args.world
+        self._world = args.world
         shm = checks.check_shm(checks.nccl_shm_bytes(args))
-        if not heartbeat.has_parent() and not (here.level == "process" and here.local_rank):
-            for finding in (*_node_findings(args, here), shm):
-                self.add(finding, here.node_rank)
+        if not heartbeat.has_parent() and not (args.world.level == "process" and args.world.local_rank):
+            for finding in (*_node_findings(args, args.world), shm):
+                self.add(finding, args.world.node_rank)
 
     # --- The nodes, where the platform started a process on each ---
 

@@ -286,14 +286,14 @@ class _SpeedColumns:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._counted = state.arrived.copy()  # not what has come before this start
+        self._previous = state.arrived.copy()  # not what has come before this start
 
     def row(self, row: dict[str, Any]) -> None:
         arrived = self._state.arrived.copy()
-        has_new_fetcher = bool((arrived < self._counted).any())  # and counts from 0: what it had on the disk is not new
-        added = np.zeros_like(arrived) if has_new_fetcher else arrived - self._counted
+        has_new_fetcher = bool((arrived < self._previous).any())  # and counts from 0: what it had on the disk is not new
+        added = np.zeros_like(arrived) if has_new_fetcher else arrived - self._previous
         row.update((name, round(size / MIB, 3)) for name, size in zip(ARRIVED_COLUMNS, added.tolist()))
-        self._counted = arrived
+        self._previous = arrived
 
 
 def _without_pulse() -> dict[str, str]:

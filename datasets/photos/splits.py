@@ -115,12 +115,12 @@ def _samples_by(
 ) -> dict[Any, list[int]]:
     """Return {result of `of_a_file(path)`: samples that have it}, without files that can no longer be read."""
 
-    def asked(number: int) -> Any:
+    def result_or_none(number: int) -> Any:
         with contextlib.suppress(OSError):
             return of_a_file(part.path(number))
 
     groups = {}
-    for number, result in zip(numbers, pool.map(asked, numbers)):
+    for number, result in zip(numbers, pool.map(result_or_none, numbers)):
         if result is not None:
             groups.setdefault(result, []).append(number)
     return groups
