@@ -29,15 +29,16 @@ def root(address: str, inputs: str) -> str:
 
 
 def archive_of(address: str) -> Optional[str]:
-    """Return the archive: `address` itself, or the only visible file of this folder; else None."""
+    """Return the archive: `address` itself, or the file that is alone in this folder; else None."""
     if address.lower().endswith(ENDINGS) and not os.path.isdir(address):
         return address
     names = []
     with contextlib.suppress(OSError):  # who reads the folder says why
         names = [name for name in os.listdir(address) if not name.startswith(".") and UNPACKED not in name]
-    if len(names) == 1 and names[0].lower().endswith(ENDINGS):
-        return os.path.join(address, names[0])
-    return None
+    if len(names) != 1 or not names[0].lower().endswith(ENDINGS):
+        return None
+    only_entry = os.path.join(address, names[0])
+    return only_entry if os.path.isfile(only_entry) else None
 
 
 def unpack(address: str, inputs: str) -> str:
@@ -72,7 +73,7 @@ def _innermost(folder: str) -> str:
     """Enter a folder that is alone in its folder, repeatedly, unless it is a split or holds no folder."""
     while True:
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-        if len(entries) != 1 or entries[0].name.lower() in splits.OTHER_NAMES:
+        if len(entries) != 1 or not entries[0].is_dir() or entries[0].name.lower() in splits.OTHER_NAMES:
             return folder
         inner = entries[0].path
         if not any(entry.is_dir() for entry in os.scandir(inner)):

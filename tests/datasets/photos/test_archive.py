@@ -66,6 +66,16 @@ def test_an_archive_is_the_folder_that_is_in_it(tmp_path, name):
     assert sorted(os.listdir(tmp_path)) == sorted([name, f"{name}.unpacked", f"{name}.unpacked.lock", "inputs"])
 
 
+def test_of_one_picture_it_is_the_folder_with_that_picture(tmp_path):
+    (tmp_path / "a.zip").write_bytes(zip_of({"0.jpg": FILES["rose/0.jpg"]}))
+    assert files_in(archive.unpack(str(tmp_path / "a.zip"), "inputs")) == {"0.jpg": FILES["rose/0.jpg"]}
+
+
+def test_a_folder_that_is_named_like_an_archive_is_none(tmp_path):
+    (tmp_path / "a.zip").mkdir()
+    assert archive.archive_of(str(tmp_path)) is None
+
+
 def test_it_is_unpacked_once_and_again_when_it_has_changed(tmp_path, monkeypatch):
     unpack, times = untrusted.unpack, []
     monkeypatch.setattr(untrusted, "unpack", lambda *given, **how: times.append(1) or unpack(*given, **how))
