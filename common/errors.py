@@ -78,7 +78,7 @@ def require_folder(name: str, folder: str, advice: str) -> None:
 
 @contextlib.contextmanager
 def raising_path_conflict(path: str) -> Iterator[None]:
-    """Raise a UserError that names the path if the block finds a folder in place of a file, or vice versa."""
+    """Raise a UserError that names what is in the way if the block finds a folder in place of a file, or vice versa."""
     try:
         yield
     except IsADirectoryError:
@@ -142,7 +142,7 @@ def _process_start_time() -> float:
 
 
 def count(number: int, singular: str, plural: Optional[str] = None) -> str:
-    """Return "1 node" or "2 nodes". `several`: the plural, if it is not `one` with an s."""
+    """Return "1 node" or "2 nodes". `plural`: if it is not `singular` with an s."""
     if number == 1:
         return f"{number} {singular}"
     return f"{number} {plural or singular + 's'}"

@@ -42,7 +42,8 @@ class TakenOver(UserError):
 def claim(folder: str, name: str = "start", extra_folder: str = "") -> list[str]:
     """Claim a folder for this process. An earlier one that claimed it by this `name` can no longer write there by this module.
 
-    `also`: a folder to claim with it. Returns unfinished files of earlier starts found in `folder`; they remain until tidy().
+    `extra_folder`: a folder to claim with it. Returns the unfinished files that earlier starts have left in `folder`, until
+    tidy().
     """
     folder = os.path.realpath(folder)
     subfolder = os.path.join(folder, f".{name}-{secrets.token_hex(6)}")
@@ -186,7 +187,7 @@ def create(path: str) -> BinaryIO:
 
 
 def write_at(file: int, content: Union[bytes, memoryview], offset: int) -> None:
-    """Write all of the content to the descriptor `file`, from the byte offset `place` on."""
+    """Write all of the content to the descriptor `file`, from this byte offset on."""
     remaining = memoryview(content)
     while remaining:
         written = os.pwrite(file, remaining, offset)
@@ -213,6 +214,9 @@ def drop_partial_line(file: io.FileIO) -> None:
     if file.read(1) not in (b"", b"\n"):
         file.seek(0)
         file.truncate(file.readall().rfind(b"\n") + 1)
+
+
+drop_half_a_line = drop_partial_line  # its name in copies of jobs/speedrun.py of 0.3.0
 
 
 def open_regular(path: str) -> BinaryIO:

@@ -34,7 +34,9 @@ class _CallTheDoctor:
             moments.listen(Examination(args))
 
 
-class _FindTheLargestBatch:
+class _LargestBatchFinder:
+    """With --find_max_batch, finds the largest batch and ends the process."""
+
     def arguments(self, args: argparse.Namespace) -> None:
         if args.find_max_batch:
             from common.devices import largest_batch
@@ -126,7 +128,7 @@ def run_job(main: Callable[[], None]) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # which packages.check() has set for the job's imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent when a terminal is closed
-    for listener in (_CallTheDoctor(), _FindTheLargestBatch(), _MakesJobsElastic(), _WatchASingleProcess(), _WriteTheReport()):
+    for listener in (_CallTheDoctor(), _LargestBatchFinder(), _MakesJobsElastic(), _WatchASingleProcess(), _WriteTheReport()):
         moments.listen(listener)
     try:
         _run(main)
@@ -139,7 +141,8 @@ def run_job(main: Callable[[], None]) -> None:
 
 
 def _run(main: Callable[[], None]) -> None:
-    """Call `main`; after an error, end the process with one line and the exit code for it."""
+    """Call `main`; after an error, end the process with the exit code for it, and one line,
+    or a traceback if its cause is unknown."""
     try:
         _call_and_announce(main)
     except Exception as exception:

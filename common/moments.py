@@ -9,7 +9,7 @@ A listener is an object with a method for each moment that it needs:
     supervised(supervisor, code) the workers have ended; `code` is the exit code of this process
     meeting(args)                the ranks are about to form a process group
     data(args)                   the data are about to be fetched and opened
-    run(args, not_given)         a Run is about to resume: the data are open, and no step was taken; `not_given()` returns
+    run(args, find_unsaved)      a Run is about to resume: the data are open, and no step was taken; find_unsaved() returns
                                  [(name, kind)] of the optimizers, schedules, averages and scalers that it was not given
     said(text)                   a line of the log was printed for the user
     batch(number, loader)        the loop over a loader is done with its batch `number`
@@ -36,7 +36,7 @@ _listeners: list[_Listener] = []
 
 
 def listen(listener: object, ends_with_run: bool = False) -> None:
-    """Call `listener` at each moment from now on; with `of_the_run`, until the next Run begins."""
+    """Call `listener` at each moment from now on; with `ends_with_run`, until the next Run begins."""
     _listeners.append(_Listener(listener, ends_with_run))
 
 
@@ -49,7 +49,7 @@ def begin_run() -> None:
 
 
 def announce(moment: str, *args: object) -> None:
-    """Call `moment(*facts)` of each listener that has this method, in the order of listen()."""
+    """Call `moment(*args)` of each listener that has this method, in the order of listen()."""
     for entry in list(_listeners):
         _call(entry.listener, moment, *args)
 

@@ -31,9 +31,9 @@ def is_secret(name: str) -> bool:
 
 
 def mask(text: object, *known_secrets: str) -> str:
-    """Return `text` with *** for an address's password and query, for VALUE in SECRET=VALUE, and for `known`.
+    """Return `text` with *** for an address's password and query, for VALUE in SECRET=VALUE, and for `known_secrets`.
 
-    `known`: texts that are secret; those shorter than 4 characters are not masked.
+    `known_secrets`: texts that are secret; those shorter than 4 characters are not masked.
     """
     masked = str(text)
     for secret in sorted(known_secrets, key=len, reverse=True):

@@ -100,7 +100,10 @@ PLATFORMS: dict[str, Callable[[int, int, int], Injected]] = {
 
 
 def ascend(node: int, nodes: int, port: int, card: int, cards: int, table_path: str) -> Injected:
-    """Return (arguments, variables) that ModelArts' Ascend engine gives a card's process. `table`: path of the rank table."""
+    """Return (arguments, variables) that ModelArts' Ascend engine gives a card's process.
+
+    `table_path`: path of the rank table.
+    """
     rank = str(node * cards + card)
     size = str(nodes * cards)
     card_variables = {"RANK_TABLE_FILE": table_path, "RANK_ID": rank, "RANK_SIZE": size, "ASCEND_DEVICE_ID": str(card)}
@@ -120,7 +123,10 @@ def rank_table(nodes: int, cards: int) -> dict:
 def start(
     options: argparse.Namespace, node: int, card: int, port: int, secret: str, table_path: str
 ) -> "subprocess.Popen[bytes]":
-    """Start a process of a node as the platform would, in its own process group. `table`: path of the Ascend rank table."""
+    """Start a process of a node as the platform would, in its own process group.
+
+    `table_path`: path of the Ascend rank table.
+    """
     if options.cards:
         injected, env = ascend(node, options.nodes, port, card, options.cards, table_path)
     else:

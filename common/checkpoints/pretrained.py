@@ -118,7 +118,8 @@ def local_weights(path: str, inputs: str, say: Callable) -> str:
 
 
 def about_weights(path: str) -> dict[str, Any]:
-    """Return the fields of BESIDE in the JSON file beside a file of weights; {} if that file is missing or unreadable."""
+    """Return the fields of METADATA_FIELDS in the JSON file beside a file of weights;
+    {} if that file is missing or unreadable."""
     with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError), open_regular(beside(path)) as file:
         fields = json.loads(file.read(MIB))
         return {

@@ -132,6 +132,7 @@ class _Trial:
             raise UserError(ONE_PROCESS)
 
     def failure(self, error: Exception) -> None:
+        """Exit at once with the code for this error, so that nothing else is announced or written; let others pass."""
         from common.devices.diagnosis import out_of_memory_message
 
         if out_of_memory_message(error):

@@ -35,6 +35,7 @@ class Examination:
     """The doctor of one job: it checks at the moments that the job announces (common/moments.py)."""
 
     def __init__(self, args: argparse.Namespace):
+        """Also limit each collective of this process to 150 seconds."""
         self.findings: list[Located] = []
         self._world: Any = None  # the World, once it is known
         self._supervisor: Any = None
@@ -194,7 +195,7 @@ def _node_findings(args: argparse.Namespace, world: World) -> Iterator[Finding]:
         yield checks.check_interface(world, os.environ)
     if world.node_rank == 0 or args.ledger:  # without --ledger, other nodes write nothing
         yield stores.check_output([args.output_dir, args.checkpoint_dir, args.tensorboard_dir])
-        if reason := folders.loss_reason(args, os.environ):
+        if reason := folders.why_results_would_be_lost(args, os.environ):
             yield bad("output", reason, "declare an output of the job there (ModelArts: train_url)")
         yield stores.check_disk("disk", args.output_dir, 0, "the results")
     if world.node_rank == 0 and args.output_url:

@@ -116,8 +116,9 @@ class RunFiles:
         return sum(max(0, end - begin) for begin, end in zip(begin_times, end_times))
 
     def data(self) -> dict[str, list]:
-        """Return counts of pictures, {"classes": [(name, train, val)], "left_out": [(reason, count, name)]}; or {}."""
-        with contextlib.suppress(KeyError, TypeError, ValueError):
+        """Return counts of pictures, {"classes": [(name, train, val)], "left_out": [(reason, count, name)]};
+        {} without them."""
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):  # the file may be damaged
             counts = self.start["data"]
             classes = [(one_line(name), int(train), int(val)) for name, train, val in counts["classes"]]
             left_out = [(one_line(reason), int(count), one_line(name)) for reason, count, name in counts["left_out"]]
@@ -182,7 +183,7 @@ def _lines(path: str) -> Iterator[dict]:
 
 
 def _joined_rows(rows: Iterator[dict], path: str) -> list[dict]:
-    """Join neighbouring rows of an epoch if the file is large, to save memory: sum the values in ADDED, else keep the last."""
+    """Join neighbouring rows of an epoch if the file is large, to save memory: sum the values in SUMMED, else keep the last."""
     max_joined = os.path.getsize(path) // LARGEST_UNJOINED if os.path.exists(path) else 0
     joined = []
     num_joined = 0

@@ -126,7 +126,7 @@ def of_run(run: RunState, checkpoint: Optional[Checkpoint], attempt: Optional[At
             f"warning: this is start {start_number} of the job, and its output folder has no checkpoint: for ModelArts to "
             "bring it back, Predownload of the Output has to be Yes"
         )
-    if reason := folders.loss_reason(args, os.environ):
+    if reason := folders.why_results_would_be_lost(args, os.environ):
         yield f"warning: {reason}; declare an output there, or everything is lost with this container"
     gpus = devices.count() if devices.is_accelerator(run.device) else 0
     if run.peers.size == 1 and gpus > 1 and not run.parts.uses_all_gpus:

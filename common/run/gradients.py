@@ -87,8 +87,8 @@ class Gradients:
         }
 
     def should_wait(self) -> bool:
-        """Return whether a save or a stop should wait for a later step, after which fewer gradients are accumulated. Called
-        once after each step."""
+        """Return whether a save or a stop should wait for a later step, after which fewer gradients are accumulated; but not
+        for ever. It counts the steps waited, so it has to be called once after each step."""
         if not self._accumulating <= self._expected_to_step:
             return False
         accumulated = sum(weight.numel() for weight in self._accumulated_weights())

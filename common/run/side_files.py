@@ -11,7 +11,8 @@ from common.files import TakenOver, append, drop_partial_line, is_taken_over, re
 
 
 class SideFiles:
-    """Content that could not be written is kept, and tried again with the next file and at the end. Any thread may write."""
+    """Files that a run can do without. Content that cannot be written is kept, and tried again with the next file
+    and at the end. Any thread may write."""
 
     def __init__(self, folder: str, shows: bool = True, writes: bool = True):
         """`shows`: this rank shows the log; `writes`: it writes files. Both may change in an elastic job."""

@@ -251,7 +251,7 @@ def describe(error: Exception) -> str:
 
 
 def _refusal(error: Exception, request: str) -> Optional[Exception]:
-    """Return the exception to raise for an error of the request `asked`, or None if trying again may help."""
+    """Return the exception to raise for an error of this request, or None if trying again may help."""
     import urllib3.exceptions
     from botocore import exceptions
     from botocore.parsers import ResponseParserError

@@ -67,7 +67,7 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print, 
 def fetch_items(
     bucket: Bucket, items: dict[str, Item], folder: str, keeps_index: bool = False, tell: Optional[Tell] = None
 ) -> None:
-    """Fetch {name: item} as files of `folder`. `remembered`: keep an index there, skip current files."""
+    """Fetch {name: item} as files of `folder`. `keeps_index`: keep an index there, skip current files."""
     with contextlib.ExitStack() as stack:
         file_index = stack.enter_context(contextlib.closing(Index(folder))) if keeps_index else None
         missing = {name: item for name, item in items.items() if file_index is None or not file_index.has(name, item)}
@@ -192,7 +192,7 @@ class Transfer:
     def _fetch_parts(self, path: str, item: Item, previous_digests: set[str]) -> Optional[bool]:
         """Fetch the object into PATH.part; return whether its bytes match its digest, or None if they cannot be checked.
 
-        `seen`: digests of earlier attempts, by a guessed part size; if one comes again, the guess is wrong.
+        `previous_digests`: digests of earlier attempts, by a guessed part size; if one comes again, the guess is wrong.
         """
         parts = Parts(path, item, PART)
         hasher = self._make_hasher(item)

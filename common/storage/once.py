@@ -43,7 +43,7 @@ class Lease:
             self.write(state="working", text=text)
 
     def write(self, **fields: object) -> None:
-        """Write the note: `words` as JSON, with the time and the boot of the machine."""
+        """Write the note: `fields` as JSON, with the time and the boot of the machine."""
         content = json.dumps({**fields, "at": time.monotonic(), "boot": boot_id()}).encode().ljust(512)
         os.pwrite(self._file, content, 0)
         os.ftruncate(self._file, len(content))
@@ -52,7 +52,7 @@ class Lease:
 def once_per_node(path: str, work: Callable[[Lease], object], request: str = "") -> None:
     """Call `work(lease)` in the process of a node that locks PATH.lock; others wait and raise its error, or work if it dies.
 
-    `what`: an id of the work; a process whose id differs does its own work afterwards, under the same lock.
+    `request`: an id of the work; a process whose id differs does its own work afterwards, under the same lock.
     """
     began = time.monotonic()
     folder = os.path.dirname(os.path.abspath(path))

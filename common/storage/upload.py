@@ -40,7 +40,7 @@ class Uploads:
         self.bucket.ask("delete_object", self.key(name), self.patience)
 
     def copy(self, source_name: str, name: str) -> None:
-        """Copy the object `there` to `name` within the bucket."""
+        """Copy the object `source_name` to `name` within the bucket."""
         source = {"Bucket": self.bucket.name, "Key": self.key(source_name)}
         self.bucket.ask("copy_object", self.key(name), self.patience, CopySource=source)
 
@@ -84,7 +84,7 @@ class Uploads:
             raise
 
     def abort_unfinished(self, is_ours: Callable[[str], bool]) -> None:
-        """Abort multipart uploads that killed starts left for names with `ours(name)`; ignore errors."""
+        """Abort multipart uploads that killed starts left for names with `is_ours(name)`; ignore errors."""
         with contextlib.suppress(Exception):  # not every store can list them
             client = self.bucket.client
             name = self.bucket.name
@@ -95,7 +95,10 @@ class Uploads:
 
 
 def changed_files(folder: str, previous: Files, read_errors: list[OSError]) -> Files:
-    """Return the files that `known` lacks or that changed, without hidden and temporary ones. Add errors to `unread`."""
+    """Return the files that `previous` lacks or that changed, without hidden and temporary ones.
+
+    Add errors to `read_errors`.
+    """
     changes = {}
     for path in _paths(folder, read_errors):
         name = os.path.relpath(path, folder).replace(os.sep, "/") if path != folder else ""
@@ -126,7 +129,7 @@ def _paths(folder: str, read_errors: list[OSError]) -> Iterator[str]:
 
 
 def require_readable(folder: str, read_errors: list[OSError]) -> None:
-    """Raise TrainingFailed if there are errors in `unread`."""
+    """Raise TrainingFailed if there are errors in `read_errors`."""
     if read_errors:
         raise TrainingFailed(
             f"{len(read_errors)} files or folders of {folder} cannot be read, so they are not published; the first is "

@@ -132,7 +132,7 @@ def is_platform_path(value: str) -> bool:
     return _is_below(value, (INPUTS, *KEPT["MA_JOB_DIR"]))
 
 
-def loss_reason(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[str]:
+def why_results_would_be_lost(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[str]:
     """Return why ModelArts or SageMaker would lose the results with the container; None if not, or on another platform."""
     for variable, folders in KEPT.items():
         kept = list(folders)
@@ -160,7 +160,7 @@ def _first_value(environ: Mapping[str, str], names: Iterable[str]) -> Optional[s
 
 
 def _checked_path(name: str, path: Optional[str]) -> Optional[str]:
-    """Return `path`; UserError if it is an address that `what` does not allow (ADDRESSES). gs:// becomes the mount /gcs/."""
+    """Return `path`; UserError if it is an address that `name` does not allow (ADDRESSES). gs:// becomes the mount /gcs/."""
     if path is None:
         return None
     if "\0" in path:

@@ -68,7 +68,7 @@ def interfaces(own_address: Optional[str]) -> dict[str, str]:
 
 
 def interface_of(address: Optional[str]) -> Optional[str]:
-    """Return the name of the interface with this address, such as eth0; None if there is none."""
+    """Return the name, such as eth0, of the interface whose first IPv4 or any IPv6 address this is, or None."""
     if address is None:
         return None
     for _, name in socket.if_nameindex():

@@ -1,4 +1,4 @@
-"""The place of a process (World), and what a rule (rules.py) looks at to find it (Given)."""
+"""The place of a process (World), and what a rule (rules.py) looks at to find it (LaunchContext)."""
 
 import argparse
 import dataclasses
@@ -66,7 +66,7 @@ class LaunchContext:
 
 
 def require_equal(name: str, value: Optional[int], other_name: str, other_value: int) -> None:
-    """Raise UserError unless `value` is None or equal to `other`."""
+    """Raise UserError unless `value` is None or equal to `other_value`."""
     if value is not None and value != other_value:
         raise UserError(f"{name} is {value} but {other_name} is {other_value}: they contradict each other; give one of them")
 

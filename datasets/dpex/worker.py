@@ -40,7 +40,7 @@ class LoaderWorker:
         self, index: list, task: Callable, worker: int, seed: int, epoch: int, earlier_counts: tuple[int, ...], position: int,
         keys: Optional[tuple[tuple[int, int], tuple[int, int]]] = None,
     ) -> Union[list, MemoryHandle]:  # fmt: skip
-        """Return a batch, an ExceptionWrapper with the error, or End; packed.
+        """Return a batch, an ExceptionWrapper with the error, or EndOfStream; packed.
 
         A new `epoch` begins with a new copy of the data set, which `task()` returns. `earlier_counts`: how many batches each
         earlier pass over this copy has requested; `position`: how many the present pass has. Only an IterableDataset needs

@@ -28,16 +28,16 @@ class ShardFile:
     size: int
     sha256: str
     item: Item  # the object in the bucket
-    samples: slice  # of it, in Samples
+    samples: slice  # the positions of its samples in Samples
     growing_path: str  # of its file until it is whole
     file: int = -1  # the descriptor of that file
     is_whole: bool = False
-    is_passing: bool = False  # the disk has no room for it: what is wanted of it comes anew in each epoch
+    is_passing: bool = False  # it is not kept: what is wanted of it comes anew in each epoch
     missing: int = 0  # samples that have not come
     may_have_bytes: bool = False  # an earlier start has left the file, in which some may be right
 
     def bytes_to_come(self) -> int:
-        """Return how many bytes of the disk the shard still needs."""
+        """Return how many bytes of the disk an unfinished shard still needs."""
         if not os.path.exists(self.growing_path):
             return self.size
         on_disk = os.stat(self.growing_path).st_blocks * DISK_BLOCK  # in whole blocks, so it may be more

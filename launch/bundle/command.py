@@ -174,7 +174,7 @@ def _clear(folder: Path) -> None:
 
 
 def _fetch_weights(name: str) -> tuple[str, Path]:
-    """Fetch weights by name unless input_dir has them; return (their path in the bundle, their file)."""
+    """Fetch named weights to input_dir if this machine has none; return (their path in the bundle, their file)."""
     from common.address import INPUT_DIR
     from common.weights import by_name
 

@@ -126,7 +126,7 @@ def _require_elsewhere(root: str, folder: str, below: bool = True) -> None:
 
 
 def _photographs(root: str, index_folder: str, options: argparse.Namespace) -> Sequence[tree.Tree]:
-    """Return the photographs for training and validation. `index`: the folder for their index."""
+    """Return the photographs for training and validation. `index_folder`: the folder for their index."""
     if labels := files.manifest_of(root):
         photographs, is_undivided = manifest.load(labels, index_folder=index_folder)
     else:

@@ -55,7 +55,7 @@ def index(
 ) -> None:
     """Write the indexes beside the shards of a folder or bucket; without a shard for val, hold out a fifth.
 
-    `names`: the shards of each split; `classes`: the names of the classes; found in the folder where they are not given.
+    `names`: the shards of each split; `classes`: the names of the classes; those of the folder where it says them.
     """
     sizes, reader_of = (_open_bucket if is_bucket(place) else _open_folder)(place)
     if not options.overwrite and sizes.keys() & {packed.index_path("", split) for split in splits.SPLITS}:
@@ -125,7 +125,7 @@ def by_split(names: Sequence[str], place: str) -> dict[str, list[str]]:
 
 
 def _open_folder(place: str) -> tuple[dict[str, int], Callable[[str], ReadRange]]:
-    """Return ({name: size}, a function that returns the Part of a name)."""
+    """Return ({name: size}, a function that returns the ReadRange of a name)."""
     require_folder("the folder", place, "give the one that has the shards")
     with os.scandir(place) as entries:
         visible = [entry for entry in entries if not entry.name.startswith(".") and not entry.is_dir()]

@@ -44,6 +44,7 @@ class ShardPlan:
     """The assignment of a split's samples to shards, which depends on the files and the settings alone."""
 
     def __init__(self, files: tree.Tree, split: str, folder: str, options: argparse.Namespace) -> None:
+        """Ask for size and time of every file. The plan's identity is of names, labels, sizes and settings, not of times."""
         self.files = files
         self.split = split
         self.folder = folder

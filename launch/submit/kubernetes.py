@@ -299,7 +299,7 @@ def _documents(objects: list[Fields]) -> str:
 
 
 def connect(request: Request) -> Any:
-    """Return an ApiClient, by the service account inside a cluster, else by the kubeconfig."""
+    """Return an ApiClient, by the kubeconfig, or inside a cluster without KUBECONFIG by the service account."""
     try:
         import kubernetes
     except ImportError:

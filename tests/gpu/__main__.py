@@ -38,8 +38,8 @@ def main():
     if args.slice == "":
         print("\n".join(f"{name:12} {part.minutes} minutes: {part.about}" for name, part in SLICES.items()))
         return
-    if args.write_page is not None:
-        report.keep([row for path in args.write_page for row in read(path)])
+    if args.page is not None:
+        report.keep([row for path in args.page for row in read(path)])
         return
     if not args.out:
         sys.exit("error: give --out FOLDER, where the results go")

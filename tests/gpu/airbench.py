@@ -63,7 +63,7 @@ def train(images, labels, seed):
     images = normalised(images)
     steps_of_an_epoch = len(images) // BATCH
     total = max(2, int(EPOCHS * steps_of_an_epoch))
-    model = Network(images[:5000]).to(GPU).to(memory_format=torch.channels_last).half_dtype()
+    model = Network(images[:5000]).to(GPU).to(memory_format=torch.channels_last).half()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.float()
@@ -138,7 +138,7 @@ def accuracy(model, images, labels):
 
 def normalised(images):
     mean, std = (torch.tensor(value, device=GPU).view(1, 3, 1, 1) for value in (MEAN, STD))
-    return ((images.float() / 255 - mean) / std).half_dtype().to(memory_format=torch.channels_last)
+    return ((images.float() / 255 - mean) / std).half().to(memory_format=torch.channels_last)
 
 
 def started():

@@ -315,7 +315,7 @@ def test_what_waits_cannot_be_captured(tmp_path):
 
 
 def test_the_driver_is_asked_through_its_library(tmp_path):
-    code = "from common import drivers; print(drivers.nvidia(), drivers.gpus())"
+    code = "from common.machine import drivers; print(drivers.nvidia(), drivers.gpus())"
     printed = rehearse(tmp_path, sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}", gpus=3)
     assert printed.split() == ["580.0", "3"]
 

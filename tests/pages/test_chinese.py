@@ -96,7 +96,7 @@ def shown(unit):
 
 
 def place(page, at):
-    return f"behind line {page[at - 1].message}" if at else "at the top"
+    return f"behind line {page[at - 1].line}" if at else "at the top"
 
 
 def difference(one, other):
@@ -119,10 +119,10 @@ def partings(english, chinese, page="README.md"):
             continue
         here, there = one[start:stop], other[begin:end]
         if [unit.kind for unit in here] == [unit.kind for unit in there]:
-            said += [f"{page}:{a.message} and {name}:{b.message} differ: {difference(a, b)}" for a, b in zip(here, there)]
+            said += [f"{page}:{a.line} and {name}:{b.line} differ: {difference(a, b)}" for a, b in zip(here, there)]
         else:
-            said += [f"{page}:{unit.message} is missing in {name} {place(other, begin)}: {shown(unit)}" for unit in here]
-            said += [f"{name}:{unit.message} is missing in {page} {place(one, start)}: {shown(unit)}" for unit in there]
+            said += [f"{page}:{unit.line} is missing in {name} {place(other, begin)}: {shown(unit)}" for unit in here]
+            said += [f"{name}:{unit.line} is missing in {page} {place(one, start)}: {shown(unit)}" for unit in there]
     return said
 
 
@@ -130,7 +130,7 @@ def untranslated(chinese, page="README.md"):
     """Sentences without a Chinese character; names and what programs print are shorter, or code."""
     pieces = [(unit, re.sub(r"`[^`]+`|\([^)]*\)", "", piece)) for unit in units(chinese) for piece in unit.prose]
     return [
-        f"{translation(page)}:{unit.message} is not translated: {shown(unit)}"
+        f"{translation(page)}:{unit.line} is not translated: {shown(unit)}"
         for unit, piece in pieces
         if not re.search(HAN, piece) and re.search(r"[a-z]+(?:,? [a-z]+){3}", piece)
     ]

@@ -167,7 +167,7 @@ def test_reset_goes_on_to_another_order(dataset):
 
 def test_prep_for_val_gives_memory_back(dataset, monkeypatch):
     given = []
-    monkeypatch.setattr(devices, "give_memory_back", given.append)
+    monkeypatch.setattr(devices, "empty_cache", given.append)
     data = dataset(True)
     in_order(data.get_train_loader())
     data.prep_for_val()

@@ -254,7 +254,7 @@ def test_beside_ours_it_is_left_alone(argv, environ):
 )
 def test_results_that_would_go_with_the_container_are_warned_of(output, environ, kept, monkeypatch):
     monkeypatch.setattr(folders.os.path, "ismount", lambda path: path in ("/", "/cache", "/proc"))
-    why = folders.loss_reason(types.SimpleNamespace(output_dir=output, output_url=None), environ)
+    why = folders.why_results_would_be_lost(types.SimpleNamespace(output_dir=output, output_url=None), environ)
     assert why is None if kept else why.startswith(f"the platform does not keep {output}: it keeps what is in /")
 
 

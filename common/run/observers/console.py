@@ -120,6 +120,7 @@ class Console(Observer):
             self._bar.move_to(batches)
 
     def log_due(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int) -> None:
+        """Print a line of these figures, unless the bar shows them or the last line is too recent."""
         now = time.monotonic()
         step, steps = facts.plan.step_of_the_epoch(facts.position)
         self._expected_end = None if seconds_left is None else now + seconds_left
