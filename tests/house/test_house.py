@@ -406,6 +406,7 @@ SAYS_NOTHING = {
 }  # fmt: skip
 SAYS_SOMETHING = {
     ("common/arguments/options.py", "given"): "args.given: the options that were given, of which docs tell authors of jobs",
+    ("common/progress.py", "counted"): "the name in copies of earlier jobs",
     ("common/run/observers/__init__.py", "said"): "is called at the moment of this name",
 }
 

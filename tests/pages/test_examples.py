@@ -82,7 +82,7 @@ def house(tmp_path_factory):
         for file in files.split():
             shutil.copy(ROOT / file, root / room)
     rules = root / "common" / "world" / "rules.py"
-    text = rules.read_text().replace("def plain(given", f"{own_rule()}\n\ndef plain(given")
+    text = rules.read_text().replace("def plain(context", f"{own_rule()}\n\ndef plain(context")
     rules.unlink()
     rules.write_text(changed(text, "A platform of your own"))
     run_forked([EXAMPLES / "make_arrays.py"], root)
@@ -90,7 +90,7 @@ def house(tmp_path_factory):
 
 
 def own_rule():
-    return next(code for code in PYTHON if code.startswith("def skyline(given"))
+    return next(code for code in PYTHON if code.startswith("def skyline(context"))
 
 
 def run(house, folder, words, env=None):
