@@ -1,5 +1,6 @@
 """Find the network interface for the ranks and a free port, and set how many connections a process may have."""
 
+import array
 import contextlib
 import fcntl
 import os
@@ -11,7 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Optional
 
-SIOCGIFADDR = 0x8915
+SIOCGIFCONF = 0x8912  # asks for all IPv4 addresses
+IFREQ_BYTES = 40  # of one of them: 16 of the interface's name, then family, port, and 4 of the address
+MOST_ADDRESSES = 4096
 ADAPTERS = Path("/sys/class/infiniband")
 
 # Errors of NCCL that InfiniBand, or GPUDirect over it, may have caused, rather than another rank.
@@ -68,14 +71,31 @@ def interfaces(own_address: Optional[str]) -> dict[str, str]:
 
 
 def interface_of(address: Optional[str]) -> Optional[str]:
-    """Return the name, such as eth0, of the interface whose first IPv4 or any IPv6 address this is, or None."""
+    """Return the name, such as eth0, of the interface that has this address, or None."""
     if address is None:
         return None
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
+    return _ipv4_interfaces().get(address) or _ipv6_interface(address)
+
+
+def _ipv4_interfaces() -> dict[str, str]:
+    """Return {IPv4 address: the interface that has it}. An interface may have several."""
+    answer = array.array("B", bytes(IFREQ_BYTES * MOST_ADDRESSES))
+    memory_address, num_bytes = answer.buffer_info()
+    request = struct.pack("iL", num_bytes, memory_address)  # struct ifconf, which the kernel returns with the bytes it wrote
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            num_bytes, _ = struct.unpack("iL", fcntl.ioctl(probe, SIOCGIFCONF, request))
+        except OSError:  # a sandbox that lets nobody ask
+            return {}
+    interfaces = {}
+    for start in range(0, num_bytes, IFREQ_BYTES):
+        entry = answer[start : start + IFREQ_BYTES].tobytes()
+        label = entry[:16].partition(b"\0")[0].decode()
+        interfaces[socket.inet_ntoa(entry[20:24])] = label.partition(":")[0]  # eth0:1 is a label on an address of eth0
+    return interfaces
+
+
+def _ipv6_interface(address: str) -> Optional[str]:
     with contextlib.suppress(OSError, ValueError), open("/proc/net/if_inet6") as file:
         packed = socket.inet_pton(socket.AF_INET6, address.split("%")[0]).hex()
         for line in file:

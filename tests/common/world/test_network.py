@@ -1,5 +1,7 @@
 """The interface that Gloo and NCCL take, and what is said where a variable names one that is not there."""
 
+import subprocess
+import sys
 import types
 
 import pytest
@@ -9,6 +11,7 @@ from common.devices import TORCH
 from common.doctor import checks
 from common.world import network
 from tests.tools.jobs import (
+    ROOT,
     TINY,
     command,
     forked,
@@ -44,6 +47,15 @@ def test_the_interface_of_the_other_nodes_is_taken_unless_the_user_has_named_one
     assert network.interfaces("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert network.interfaces("127.0.0.1") == {}
+
+
+def test_each_address_of_an_interface_is_found(tmp_path):
+    addresses = "ip link set lo up; ip addr add 10.9.9.8/8 dev lo label lo:1; ip addr add 10.9.9.9/8 dev lo; ip addr add fd00::9/64 dev lo"
+    asks = "import sys; from common.world.network import interface_of; print(*map(interface_of, sys.argv[1:]))"
+    asked = ["127.0.0.1", "10.9.9.8", "10.9.9.9", "fd00::9", "10.9.9.7", "::ffff"]
+    shell = f"{addresses}; exec {sys.executable} -c '{asks}' {' '.join(asked)}"
+    done = subprocess.run(["unshare", "--net", "sh", "-ec", shell], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["lo", "lo", "lo", "lo", "None", "None"], done.stderr
 
 
 def test_an_interface_that_this_node_has_not_ends_the_job_with_what_the_doctor_says(tmp_path):
