@@ -28,7 +28,8 @@ def number(
     below: Optional[float] = None,
     at_most: Optional[float] = None,
 ) -> Callable[[str], Any]:
-    """Return an argparse `type` for finite numbers of this kind within these bounds. An int must also be below 2**53."""
+    """Return an argparse `type` for finite numbers of this kind within these bounds. A whole number must also be nearer to 0
+    than 2**53, up to which a float holds each."""
     bounds = [
         ("at least", at_least, operator.ge),
         ("above", above, operator.gt),
@@ -40,11 +41,9 @@ def number(
     def parse(text: str) -> Any:
         with contextlib.suppress(ValueError, OverflowError):
             value = kind(text)
-            if (
-                math.isfinite(value)
-                and (kind is float or value < LARGEST)
-                and all(holds(value, limit) for _, limit, holds in bounds)
-            ):
+            if kind is int and abs(value) >= LARGEST:
+                raise argparse.ArgumentTypeError(f"{one_line(text)[:80]!r} is too long: the largest number is 2**53 - 1")
+            if math.isfinite(value) and all(holds(value, limit) for _, limit, holds in bounds):
                 return value
         name = {int: "a whole number", float: "a number"}[kind]
         limits = " and ".join(f"{word} {limit}" for word, limit, _ in bounds)

@@ -4,15 +4,23 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
-from typing import Callable, Union
+from typing import Callable, NamedTuple, Union
 
 from common import progress
 from common.files import TakenOver, append, drop_partial_line, is_taken_over, replace_with_copy, write_atomically
 
 
+class _Pending(NamedTuple):
+    """Content that was not written yet."""
+
+    content: Union[bytes, memoryview]
+    is_appended: bool  # else it replaces the file
+
+
 class SideFiles:
-    """Files that a run can do without. Content that cannot be written is kept, and tried again with the next file
-    and at the end. Any thread may write."""
+    """The lines of a run's log, and the files in its folder that it can do without.
+
+    Content that cannot be written is kept, and tried again with the next file and at the end. Any thread may write."""
 
     def __init__(self, folder: str, shows: bool = True, writes: bool = True):
         """`shows`: this rank shows the log; `writes`: it writes files. Both may change in an elastic job."""
@@ -20,15 +28,15 @@ class SideFiles:
         self.writes = writes
         self._folder = folder
         self._inodes: dict[str, int] = {}  # {file that is appended to: inode of this start's copy}
-        self._begin(progress.say)
+        self._begin_in_process(progress.say)
 
-    def _begin(self, say: Callable[[str], None]) -> None:
-        """Begin without pending content, in this process."""
+    def _begin_in_process(self, say: Callable[[str], None]) -> None:
+        """Begin in this process, without pending content."""
         self._say = say
         self._pid = os.getpid()
-        self._warned = set()
+        self._warned: set[str] = set()  # paths that could not be written
         self._lock = threading.RLock()
-        self._pending: dict[str, tuple[Union[bytes, memoryview], bool]] = {}  # {path: (content, whether it is appended)}
+        self._pending: dict[str, _Pending] = {}  # {path: what is to be written}
 
     def say(self, text: str) -> None:
         """Print a line of the log, if this rank shows it."""
@@ -37,24 +45,24 @@ class SideFiles:
 
     def write(self, name: str, content: bytes) -> None:
         """Replace a file of the folder, if this rank writes; `name` may contain folders."""
-        self._enqueue(name, content, appended=False)
+        self._enqueue(name, _Pending(content, is_appended=False))
 
     def append(self, name: str, content: bytes) -> None:
         """Append to a file of the folder, if this rank writes."""
-        self._enqueue(name, content, appended=True)
+        self._enqueue(name, _Pending(content, is_appended=True))
 
-    def _enqueue(self, name: str, content: Union[bytes, memoryview], appended: bool) -> None:
+    def _enqueue(self, name: str, addition: _Pending) -> None:
         """Add content to what is pending, and try to write all of it."""
         if not self.writes:
             return
-        if os.getpid() != self._pid:  # a loader process, forked from ours in the midst of anything
-            self._begin(print)
+        if os.getpid() != self._pid:  # a loader process, which was forked while any thread of the run may have had the lock
+            self._begin_in_process(print)
         path = os.path.join(self._folder, name)
         with self._lock:
-            previous = b""
-            if appended and path in self._pending:
-                previous = bytes(self._pending[path][0])
-            self._pending[path] = previous + content, appended
+            previous = self._pending.get(path)
+            if previous and addition.is_appended:
+                addition = _Pending(bytes(previous.content) + addition.content, previous.is_appended)
+            self._pending[path] = addition
         self.retry()
 
     def retry(self) -> None:
@@ -68,15 +76,16 @@ class SideFiles:
         """Write what is pending; yield a line for each file that begins to fail or is written again."""
         if is_taken_over():  # by a later start; the next save reports it
             self._pending.clear()
-        for path, (content, appended) in list(self._pending.items()):
+        for path, pending in list(self._pending.items()):
             try:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                if appended:
-                    self._append(path, content)
+                if pending.is_appended:
+                    self._append(path, pending.content)
                 else:
-                    write_atomically(path, content)
-            except TakenOver:
-                pass
+                    write_atomically(path, pending.content)
+            except TakenOver:  # in this moment: what is pending is no longer wanted
+                self._pending.clear()
+                return
             except OSError as error:
                 if path not in self._warned:
                     yield f"warning: {path} cannot be written: {error.strerror or error}; the run goes on and tries it again"

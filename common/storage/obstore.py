@@ -1,7 +1,9 @@
 """Read objects and parts of objects through obstore if it is installed: it is several times faster than boto3."""
 
+import contextlib
 import datetime
 import functools
+from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
 from common.storage.bucket import Bucket, read_timeout
@@ -27,18 +29,21 @@ class Reader:
         return None
 
     def read_part(self, item: Item, begin: int, length: int, write: Callable[[int, memoryview], None]) -> bool:
-        """Read a part and call `write(offset, piece)` with its pieces; return whether all of it was read."""
+        """Read a part and call `write(offset in the object, piece)` with its pieces; return whether all of it was read. If not,
+        because the request failed or the object has changed, some pieces may have been written."""
         received = 0
-        try:
+        for piece in self._pieces(item, begin, length):
+            if received + len(piece) <= length:
+                write(begin + received, memoryview(piece))
+            received += len(piece)
+        return received == length
+
+    def _pieces(self, item: Item, begin: int, length: int) -> Iterator[Any]:
+        """Yield the pieces of a part as they come, up to an error of the request; none if the object has changed."""
+        with contextlib.suppress(Exception):
             answer = self._get(item.key, options={"range": (begin, begin + length)})
             if _has_etag_of(answer, item):
-                for piece in answer.stream(min_chunk_size=PIECE):
-                    if received + len(piece) <= length:
-                        write(begin + received, memoryview(piece))
-                    received += len(piece)
-        except Exception:
-            return False
-        return received == length
+                yield from answer.stream(min_chunk_size=PIECE)
 
 
 def _has_etag_of(answer: Any, item: Item) -> bool:

@@ -49,6 +49,33 @@ def run_full_once(paths, folder, *options, **how):
     return run_forked(script, folder, **how)
 
 
+def test_what_is_appended_to_a_file_that_could_not_be_replaced_comes_behind_its_new_content(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"old\n")
+    own = side_files.SideFiles(str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(side_files, "write_atomically", full)
+        own.write("file", b"new")
+        own.append("file", b" and more")
+    own.retry()
+    assert (tmp_path / "file").read_bytes() == b"new and more"
+
+
+def test_a_file_that_another_start_has_taken_over_is_not_written_again(tmp_path, monkeypatch, capsys):
+    own = side_files.SideFiles(str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(side_files, "write_atomically", full)
+        own.write("file", b"content")
+
+    def is_taken_over(path, *_):
+        raise files.TakenOver(path)
+
+    monkeypatch.setattr(side_files, "write_atomically", is_taken_over)
+    own.retry()
+    own.retry()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: ") and not (tmp_path / "file").exists()
+
+
 def test_a_run_goes_on_without_what_it_can_do_without_and_tries_it_again(finished, tmp_path):
     names = ("metrics.jsonl", "curves.png", "report.txt", "report.html", "report.json")
     paths = [tmp_path / "out" / name for name in names]

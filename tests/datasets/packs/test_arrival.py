@@ -392,6 +392,21 @@ def test_the_faster_reader_rests_after_a_failure_and_is_tried_again(store, at, m
     assert asked == [1000, 1031, 1092, 1093]
 
 
+def test_an_error_of_the_disk_is_none_of_the_reader(store, at):
+    store.client().create_bucket(Bucket="full")
+    store.client().put_object(Bucket="full", Key="thing", Body=b"0123456789")
+    place = bucket.Bucket("s3://full")
+    (thing,) = place.items("thing")
+    both = ranges.Ranges(place, patience.Patience())
+
+    def fill(_offset, _piece):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        both.stream(thing, 3, 4, fill)
+    assert both.read(thing, 3, 4) == b"3456" and both.stream(thing, 3, 4, lambda *_: None)  # and it goes on being used
+
+
 def test_batches_are_wanted_before_they_are_loaded(waiting, tmp_path):
     State.make(path := str(tmp_path / "larger"), 4000)
     reader, state = dataclasses.replace(waiting[0], path=path, samples=4000), State(path, 4000)
