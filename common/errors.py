@@ -115,13 +115,13 @@ def report_failure(text: object) -> None:
     for path, platform_path in FAILURE_FILES.items():
         with contextlib.suppress(OSError):
             if os.path.exists(platform_path):
-                _write_first(path, line[: SHOWN_CHARACTERS - 1] + "\n")
+                _write_if_first(path, line[: SHOWN_CHARACTERS - 1] + "\n")
 
 
-def _write_first(path: str, line: str) -> None:
+def _write_if_first(path: str, line: str) -> None:
     """Write the line to the file, unless one was written since this process started, so that a node's first cause is kept."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    with open(descriptor, "w", errors="replace") as file:
+    with open(descriptor, "w", errors="replace") as file:  # an open descriptor is not truncated: that needs the lock
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # another process is writing its cause

@@ -26,7 +26,12 @@ VERDICT_SECONDS = 15  # longer than a lost machine takes to be noticed
 DISK_ERRNOS = {*SYSTEM_ERRNOS, errno.EROFS}  # a disk that has failed may become read-only
 
 
-class _CallTheDoctor:
+# Listeners of common/moments.py, which run_job() registers.
+
+
+class _DoctorCaller:
+    """With --doctor, lets the doctor examine the job."""
+
     def arguments(self, args: argparse.Namespace) -> None:
         if args.doctor:
             from common.doctor import Examination
@@ -44,7 +49,9 @@ class _LargestBatchFinder:
             largest_batch.find(args)
 
 
-class _MakesJobsElastic:
+class _ElasticJobMaker:
+    """With --min_nodes, lets the nodes and ranks of a job change while it runs."""
+
     def arguments(self, args: argparse.Namespace) -> None:
         if args.min_nodes and not args.doctor:  # the doctor waits for all nodes
             try:
@@ -57,7 +64,9 @@ class _MakesJobsElastic:
             moments.listen(job)
 
 
-class _WatchASingleProcess:
+class _WatcherStarter:
+    """Starts a watcher of a job that is a single process, which has no parent to notice that it hangs or is killed."""
+
     def world(self, args: argparse.Namespace) -> None:
         is_single_process = args.world.world_size == 1 and not heartbeat.has_parent()
         if is_single_process and not (args.doctor or args.find_max_batch) and sys.platform == "linux":
@@ -67,7 +76,9 @@ class _WatchASingleProcess:
             watcher.start_for_single_rank(args.world, lambda since, why: moments.announce("killed", args, since, why))
 
 
-class _WriteTheReport:
+class _ReportWriter:
+    """Writes report.html when the files it shows were written, and adds the end of a job that was killed."""
+
     def written(self, folder: str, write: Callable[[str, bytes], None]) -> None:
         if not packages.is_available(packages.PAGE):
             return
@@ -99,7 +110,7 @@ def begin_in_notebook() -> None:
     global _is_running
     if not _is_running:
         _is_running = True
-        moments.listen(_WriteTheReport())
+        moments.listen(_ReportWriter())
         progress.ipython().events.register("post_run_cell", _end_cell)
 
 
@@ -128,7 +139,7 @@ def run_job(main: Callable[[], None]) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # which packages.check() has set for the job's imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent when a terminal is closed
-    for listener in (_CallTheDoctor(), _LargestBatchFinder(), _MakesJobsElastic(), _WatchASingleProcess(), _WriteTheReport()):
+    for listener in (_DoctorCaller(), _LargestBatchFinder(), _ElasticJobMaker(), _WatcherStarter(), _ReportWriter()):
         moments.listen(listener)
     try:
         _run(main)
@@ -141,8 +152,8 @@ def run_job(main: Callable[[], None]) -> None:
 
 
 def _run(main: Callable[[], None]) -> None:
-    """Call `main`; after an error, end the process with the exit code for it, and one line,
-    or a traceback if its cause is unknown."""
+    """Call `main`; after an error, end the process with the exit code for it. If its cause is known, one line says it, printed
+    here or by the parent; else there is a traceback."""
     try:
         _call_and_announce(main)
     except Exception as exception:

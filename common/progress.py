@@ -124,7 +124,7 @@ class Waiting:
         """The seconds since the wait began, at least 0.001."""
         return max(time.monotonic() - self._began, 1e-3)
 
-    def takes_line(self) -> bool:
+    def claim_line(self) -> bool:
         """Return whether to print a line now: True at most once in ten seconds."""
         now = time.monotonic()
         is_due = now - self._printed_at >= LINE_SECONDS

@@ -208,7 +208,7 @@ class Job:
         return total
 
     def mean(self, total: float, samples: int) -> float:
-        """Return the mean over a data set that is evaluated.
+        """Return the mean over a data set that is evaluated. Every process calls it.
 
         `total`: the sum over the samples of this process; `samples`: the length of the whole data set.
         """
@@ -262,7 +262,8 @@ class _EvaluationLoader(SampleLoader):
 
 
 def _without_parallel(part: object) -> object:
-    """Return the part without DistributedDataParallel: the names in a checkpoint are the same on any number of processes."""
+    """Return the part without what wraps a network (DistributedDataParallel, DataParallel, torch.compile), so that the names in
+    a checkpoint are the same on any number of processes. In an AveragedModel the network is unwrapped in place."""
     if isinstance(part, AveragedModel):
         part.module = unwrapped(part.module)
         return part

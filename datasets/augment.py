@@ -28,10 +28,10 @@ def _augmentation(kind: str) -> Any:
     return factories[kind]()
 
 
-def augmented(kind: str, picture: torch.Tensor, seed: int, epoch: int, number: int) -> torch.Tensor:
-    """Change a uint8 (3, H, W) picture, at random by seed, epoch and `number`, the id of the sample. `kind`: autoaugment,
-    randaugment or trivialaugment."""
-    (draw,) = crops.uniform(np.array([number]), seed, epoch, [DRAW])[0]
+def augmented(kind: str, picture: torch.Tensor, seed: int, epoch: int, sample_id: int) -> torch.Tensor:
+    """Return a uint8 (3, H, W) picture changed at random, by seed, epoch and sample. `kind`: autoaugment, randaugment or
+    trivialaugment."""
+    (draw,) = crops.uniform(np.array([sample_id]), seed, epoch, [DRAW])[0]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(draw * 2**53))
         changed = _augmentation(kind)(Image.fromarray(picture.permute(1, 2, 0).numpy()))

@@ -75,13 +75,14 @@ class ImageArrays:
         return len(self.labels)
 
     def digest(self) -> dict[str, str]:
-        """Return digests of the labels and the images, by which a later start recognises the data set."""
+        """Return digests of the labels ("list") and of the images ("bytes"), by which a later start recognises the data set."""
         return {
             "list": digests.digest_of(self.labels.numpy()),
             "bytes": digests.digest_of(self.images.permute(0, 2, 3, 1).numpy()),
         }
 
     def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (images, labels, ids) of a batch; the epoch, which other data sets need, is not used."""
         ids = torch.from_numpy(epoch_and_ids[1])
         return self.images[ids], self.labels[ids], ids
 

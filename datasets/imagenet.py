@@ -240,12 +240,18 @@ def _previous_settings(args: argparse.Namespace) -> dict[str, Any]:
 def _apply_recipe(
     args: argparse.Namespace, trees: Sequence[Any], previous: dict[str, Any]
 ) -> tuple[argparse.Namespace, Optional[str]]:
-    """Apply a recipe, except where --weights are evaluated without --recipe; return (arguments, line for the log or None)."""
+    """Apply a recipe, except where --weights are evaluated without --recipe; return (arguments, line for the log or None).
+
+    `trees`: the photographs of the training and of the validation, or of the one that is read; `previous`: the arguments of
+    the run that goes on, or {}."""
     if args.evaluate and args.weights and "recipe" not in args.given:
         return args, None  # how they were trained cannot be known
-    pictures = sum(map(len, trees)) if len(trees) > 1 else splits.SHARE * len(trees[0])
-    trained_on = min(len(trees[0]), args.max_samples or pictures)
-    return recipe.with_recipe(args, pictures, trained_on, collectives.rank_and_size()[1], previous)
+    all_pictures = sum(map(len, trees))
+    if len(trees) == 1:  # a validation set alone, taken to be the share that is held out where there is none
+        all_pictures = splits.SHARE * len(trees[0])
+    training_pictures = min(len(trees[0]), args.max_samples or all_pictures)
+    num_ranks = collectives.rank_and_size()[1]
+    return recipe.with_recipe(args, all_pictures, training_pictures, num_ranks, previous)
 
 
 def _compare_classes(train: Any, val: Any) -> None:

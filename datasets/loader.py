@@ -213,29 +213,42 @@ class TransferClock:
         return seconds
 
 
+def _start_with_one_torch_thread(work: Callable[[], None]) -> threading.Thread:
+    """Start a thread in which torch computes with one thread, as many would take the cores of the training.
+
+    torch.set_num_threads() of a thread is also valid for threads that are started later; so it is waited for, and the number
+    of before set again."""
+    num_threads = torch.get_num_threads()
+    has_set_its_own = threading.Event()
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        has_set_its_own.set()
+        work()
+
+    thread = threading.Thread(target=begin, name=THREAD_NAME, daemon=True)
+    thread.start()
+    has_set_its_own.wait()
+    torch.set_num_threads(num_threads)
+    return thread
+
+
 def read_ahead(items: Generator, depth: int) -> Iterator:
     """Yield the items. A thread makes up to `depth` ahead; its errors are raised here, and it is told to end with the loop."""
     results = queue.Queue()
     free_slots = threading.Semaphore(depth)
     stopped = threading.Event()
-    has_one_thread = threading.Event()
-    num_threads = torch.get_num_threads()
 
-    def work():
+    def work() -> None:
         THREAD.is_prefetching = True
-        torch.set_num_threads(1)  # many would take the cores of the training, for batches that are soon gathered
-        has_one_thread.set()
         try:
             while free_slots.acquire() and not stopped.is_set():
                 results.put((next(items), None))
         except BaseException as error:  # among them StopIteration, the end of the items
             results.put((None, error))
 
-    thread = threading.Thread(target=work, name=THREAD_NAME, daemon=True)
-    thread.start()
+    thread = _start_with_one_torch_thread(work)
     try:
-        has_one_thread.wait()
-        torch.set_num_threads(num_threads)  # for the threads to come, too
         while True:
             item, error = results.get()
             if isinstance(error, StopIteration):

@@ -88,12 +88,15 @@ def mix(
 
 def rectangle(height: int, width: int, weight: float) -> tuple[int, int, int, int]:
     """Return (top, left, bottom, right) around a random middle, cut off at the edges, of at most 1 - `weight` of the pixels."""
-    middle = [int(torch.randint(size, size=(1,))) for size in (width, height)]
-    half_side = 0.5 * math.sqrt(1 - weight)
-    (left, right), (top, bottom) = (
-        (max(place - int(half_side * size), 0), min(place + int(half_side * size), size))
-        for place, size in zip(middle, (width, height))
-    )
+    middle_x = int(torch.randint(width, size=(1,)))
+    middle_y = int(torch.randint(height, size=(1,)))
+    half_side = 0.5 * math.sqrt(1 - weight)  # as a fraction of the picture's
+    half_width = int(half_side * width)
+    half_height = int(half_side * height)
+    top = max(middle_y - half_height, 0)
+    left = max(middle_x - half_width, 0)
+    bottom = min(middle_y + half_height, height)
+    right = min(middle_x + half_width, width)
     return top, left, bottom, right
 
 

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing import queues
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Callable, Optional
@@ -58,10 +58,7 @@ class WorkerBatches(torch.utils.data.DataLoader):
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
-        workers = getattr(batches, "_workers", ())
-        for process in workers:
-            process._popen.terminate = process._popen.kill
-            process.join = functools.partial(_join, process, STOP_SECONDS / len(workers))
+        _let_torch_end_workers(batches)
         while True:
             try:
                 batch = next(batches)
@@ -70,11 +67,10 @@ class WorkerBatches(torch.utils.data.DataLoader):
             except (ConnectionError, EOFError, FileNotFoundError):  # not the data set's: WithSampleErrors wraps those
                 raise TrainingFailed(KILLED) from None
             except Exception as error:
-                dead = [process for process in getattr(batches, "_workers", ()) if (process.exitcode or 0) < 0]
+                killed_error = _error_of_killed_worker(batches, error)
                 self.end_workers()  # a reference cycle keeps the iterator alive, so nothing else would end them soon
-                if dead and "exited unexpectedly" in str(error):  # torch's words if it notices before SIGCHLD comes
-                    signal_name = signal.strsignal(-dead[0].exitcode)
-                    raise RuntimeError(f"DataLoader worker (pid {dead[0].pid}) is killed by signal: {signal_name}.") from None
+                if killed_error:
+                    raise killed_error from None
                 raise
             yield batch
 
@@ -86,13 +82,36 @@ class WorkerBatches(torch.utils.data.DataLoader):
         self._iterator = None
 
 
+def _worker_processes(batches: Any) -> Sequence[Any]:
+    """Return the processes of a DataLoader's iterator, which torch keeps to itself."""
+    return getattr(batches, "_workers", ())
+
+
+def _let_torch_end_workers(batches: Any) -> None:
+    """Make the ways in which torch ends workers suit these: its SIGTERM, which they ignore, becomes SIGKILL, and it does not
+    wait for long once the job is told to stop."""
+    processes = _worker_processes(batches)
+    for process in processes:
+        process._popen.terminate = process._popen.kill
+        process.join = functools.partial(_join, process, STOP_SECONDS / len(processes))
+
+
+def _error_of_killed_worker(batches: Any, error: Exception) -> Optional[RuntimeError]:
+    """Return torch's usual error for a killed worker, if this is the one that it raises when it notices before SIGCHLD."""
+    killed = [process for process in _worker_processes(batches) if (process.exitcode or 0) < 0]
+    if not killed or "exited unexpectedly" not in str(error):
+        return None
+    signal_name = signal.strsignal(-killed[0].exitcode)
+    return RuntimeError(f"DataLoader worker (pid {killed[0].pid}) is killed by signal: {signal_name}.")
+
+
 def _join(process: Any, seconds: float, timeout: Optional[float] = None) -> None:
     """Wait at most `timeout` for a worker to end, or `seconds` if the job is told to stop: its next data may never come."""
     type(process).join(process, seconds if STOPS.noted else timeout)
 
 
 @functools.cache
-def _make_socket_folder():
+def _make_socket_folder() -> None:
     """Make a folder for the sockets of loader processes, unless the disk is full. After a kill, the next start removes it."""
     current_process: Any = multiprocessing.current_process()
     with contextlib.suppress(OSError):  # the disk may be full
@@ -110,8 +129,9 @@ def _end_workers_of(reference: Callable[[], Any]) -> None:
 
 
 def begin_worker(_worker: int) -> None:
-    """Prepare a worker process. It ignores the platform's stop signals, because it must live until the job has saved."""
-    if has_little_shared_memory():  # with none left, a process would be killed (SIGBUS)
+    """Prepare a worker process, as the worker_init_fn of a DataLoader. It ignores the platform's stop signals, because it must
+    live until the job has saved; sends batches without /dev/shm if that is small; and reports what it cannot send."""
+    if has_little_shared_memory():  # with no shared memory left, a process would be killed (SIGBUS)
         ForkingPickler.register(torch.UntypedStorage, _reduce_to_bytes)
         collate_in_own_memory()
     for number in STOP_SIGNALS:

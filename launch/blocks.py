@@ -139,27 +139,29 @@ def parse_sample(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
 
 
 def parse_template(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
-    """Return (lines outside blocks, blocks) of a script whose blocks begin with `# new #`, like the Template's.
+    """Return (lines outside blocks, blocks) of a script whose blocks begin with `# new #`, as in the Template repository.
 
     A block has the statements below its first line, up to an empty line or the end of its indentation.
     """
     last_lines = _last_lines(lines, name)
     base: list[str] = []
     blocks: list[Block] = []
-    position = 0
-    while position < len(lines):
-        opening = TEMPLATE.fullmatch(lines[position])
+    index = 0
+    while index < len(lines):
+        opening = TEMPLATE.fullmatch(lines[index])
         if not opening:
-            base.append(lines[position])
-            position += 1
+            base.append(lines[index])
+            index += 1
             continue
-        end = position + 1
+        end = index + 1  # the index of the line behind the block
         while end < len(lines) and lines[end].strip() and lines[end].startswith(opening[1]):
-            end = last_lines.get(end + 1, end + 1)
-        if end == position + 1:
-            raise BlockError(f"{name}:{position + 1}: below # new # is no line of its block")
-        blocks.append(Block("NEW", len(base), (), tuple(lines[position:end])))
-        position = end
+            line_number = end + 1
+            # The number of the statement's last line is the index of the line behind it.
+            end = last_lines.get(line_number, line_number)
+        if end == index + 1:
+            raise BlockError(f"{name}:{index + 1}: below # new # is no line of its block")
+        blocks.append(Block("NEW", len(base), (), tuple(lines[index:end])))
+        index = end
     return base, blocks
 
 

@@ -12,6 +12,7 @@ of output begins with its node.
 """
 
 import argparse
+import collections
 import contextlib
 import json
 import os
@@ -26,8 +27,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Mapping
-from typing import IO, Any, Callable
+from collections.abc import Collection, Mapping, Sequence
+from typing import IO, Callable, NamedTuple
 
 from common import arguments
 from common.errors import count
@@ -228,9 +229,10 @@ def _run_nodes(
     handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         begin(*range(nodes))
-        events = [(seconds, node, kill_node) for node, seconds in kill_at]
-        events += [(seconds, node, begin) for node, seconds in return_at]
-        return _wait_for_exit_codes(processes, sorted(events, key=lambda event: event[:2]), {node for node, _ in kill_at})
+        events = [Event(seconds, node, kill_node) for node, seconds in kill_at]
+        events += [Event(seconds, node, begin) for node, seconds in return_at]
+        events.sort(key=lambda event: (event.seconds, event.node))
+        _act_until_all_have_ended(processes, events)
     finally:
         for node in processes:
             kill_node(node)
@@ -238,32 +240,37 @@ def _run_nodes(
             thread.join()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    return _exit_codes(processes, {node for node, _ in kill_at})
 
 
-def _wait_for_exit_codes(
-    processes: dict[int, list[subprocess.Popen[bytes]]], events: Any, killed_nodes: Collection[int]
-) -> list[int]:
-    """Kill and start nodes at the times in `events`; return the exit codes of all when they have ended.
+class Event(NamedTuple):
+    """Something that is done to a node."""
 
-    SIGKILL of a node of `killed_nodes` counts as 0 if all others succeed.
-    """
+    seconds: float  # after the start
+    node: int
+    action: Callable[[int], None]
+
+
+def _act_until_all_have_ended(processes: dict[int, list[subprocess.Popen[bytes]]], events: Sequence[Event]) -> None:
+    """Do the events when they are due, until no process runs any more; later events are dropped."""
     began = time.monotonic()
-    while True:
-        running = [
-            node for node, node_processes in processes.items() if any(process.poll() is None for process in node_processes)
-        ]
-        if events and time.monotonic() - began > events[0][0] and running:
-            _, node, action = events.pop(0)
-            action(node)
-        elif not running:
-            break
+    pending = collections.deque(events)
+    while any(process.poll() is None for node_processes in processes.values() for process in node_processes):
+        if pending and time.monotonic() - began > pending[0].seconds:
+            event = pending.popleft()
+            event.action(event.node)
         time.sleep(0.02)
+
+
+def _exit_codes(processes: dict[int, list[subprocess.Popen[bytes]]], killed_nodes: Collection[int]) -> list[int]:
+    """Return the exit codes of all processes. SIGKILL of a node of `killed_nodes` counts as 0 if all others succeeded."""
     codes = {node: [process.returncode for process in node_processes] for node, node_processes in processes.items()}
-    survivors = [codes[node] for node in codes if node not in killed_nodes]
-    if survivors and not any(map(any, survivors)):  # they finished without the killed nodes, whose SIGKILL is then no failure
+    survivors = [node for node in codes if node not in killed_nodes]
+    others_succeeded = bool(survivors) and all(code == 0 for node in survivors for code in codes[node])
+    if others_succeeded:  # they finished without the killed nodes
         for node in killed_nodes:
             codes[node] = [0 if code == -signal.SIGKILL else code for code in codes[node]]
-    return [code for node in codes for code in codes[node]]
+    return [code for node_codes in codes.values() for code in node_codes]
 
 
 def node_at(text: str) -> tuple[int, float]:

@@ -19,8 +19,9 @@ class BlockedThreads:
         self._since: dict[tuple[int, str], float] = {}  # {a wait, as waits_of() yields it: when it was first seen}
         self._last_look = 0.0
 
-    def look(self, pid: int) -> Optional[float]:
-        """Return since which time.monotonic() a thread is blocked; None if not longer than least_seconds(). To be polled."""
+    def blocked_since(self, pid: int) -> Optional[float]:
+        """Return the time.monotonic() at which the longest wait of a thread began; None if no thread has been blocked for
+        least_seconds(). It sees only what lasts from one call to the next, so call it again and again."""
         now = time.monotonic()
         if now - self._last_look > 2 * least_seconds():  # not called in between: count from now on
             self._since = {}
@@ -32,7 +33,7 @@ class BlockedThreads:
 
 
 def least_seconds() -> float:
-    """Return how many seconds a thread must be blocked before look() reports it; a disk that is only busy answers sooner."""
+    """Return how many seconds a thread must be blocked before it is reported; a disk that is only busy answers sooner."""
     return min(3.0, patience.limit() / 100)
 
 

@@ -89,7 +89,7 @@ class Worker:
         disk = self.pulse.disk
         limit = patience.limit()
         may_be_blocked = self.code is None and (now - self.last_change > held.least_seconds() or disk.text())
-        since = self.blocked_threads.look(self.process.pid) if may_be_blocked else None
+        since = self.blocked_threads.blocked_since(self.process.pid) if may_be_blocked else None
         warning = f"warning: rank {self.rank} (process {self.process.pid})"
         if since is None:
             if waited_seconds := disk.report_end(held.DISK):

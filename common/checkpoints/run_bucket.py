@@ -145,7 +145,8 @@ def _needs_fetch(path: str, item: bucket.Item, name: str) -> bool:
 
 
 def _fetch_checkpoint(remote: bucket.Bucket, items: dict[str, bucket.Item], start: int, samples: int, folder: str) -> None:
-    """Fetch checkpoint N-START.pt (or N.pt) of the bucket as N.pt; raise Damaged if it is incomplete or damaged."""
+    """Fetch the checkpoint after `samples` samples that start number `start` wrote, with its manifest, under names without the
+    number of the start; Damaged if a file is missing or damaged. (The names in the bucket have none either if it is 0.)"""
     remote_names = _files_of(names.of_checkpoint(samples, "pt", start))
     local_names = _files_of(names.of_checkpoint(samples, "pt"))
     if names.FOLDER + remote_names[0] not in items:

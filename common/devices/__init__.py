@@ -1,6 +1,6 @@
 """The device on which this process computes. Only this package makes the calls of torch that differ between kinds of device."""
 
-from common.devices.choice import choose, describe, fewer_than_promised, identity, require_enough_devices
+from common.devices.choice import choose, describe, identity, idle_devices_warning, require_enough_devices
 from common.devices.kinds import (
     BACKENDS,
     CHANNELS_LAST,
@@ -75,7 +75,6 @@ __all__ = [
     "describe",
     "diagnosis",
     "empty_cache",
-    "fewer_than_promised",
     "free_memory",
     "full_precision",
     "fused",
@@ -84,6 +83,7 @@ __all__ = [
     "half_precision",
     "has_streams",
     "identity",
+    "idle_devices_warning",
     "is_accelerator",
     "is_ascend",
     "is_nvidia",

@@ -120,8 +120,9 @@ def _choose_algorithms(kind: kinds.Kind, deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def fewer_than_promised(args: argparse.Namespace) -> Optional[str]:
-    """Return a sentence if torch sees some accelerators, but for no known reason fewer than the platform says; else None."""
+def idle_devices_warning(args: argparse.Namespace) -> Optional[str]:
+    """Return a warning if torch sees some accelerators, but fewer than the platform says that the node has, and not because
+    the launcher gave this process only its own; else None."""
     world = args.world
     num_devices = count() if args.enable_gpu is not False else 0
     if not 0 < num_devices < world.gpus_promised or world.owns_only_gpu(num_devices):

@@ -132,7 +132,8 @@ class _Trial:
             raise UserError(ONE_PROCESS)
 
     def failure(self, error: Exception) -> None:
-        """Exit at once with the code for this error, so that nothing else is announced or written; let others pass."""
+        """After an error for a lack of memory or samples, exit with the code for it, at once: no later listener should log
+        it. Other errors take their course."""
         from common.devices.diagnosis import out_of_memory_message
 
         if out_of_memory_message(error):

@@ -26,6 +26,7 @@ from common.moments import REPLACED
 from common.secrets import mask
 from common.world import World, folders, naming
 
+COLLECTIVE_SECONDS = 150  # that a collective may take while the doctor examines: a hung one is found in a short time
 FILE = "ANYRANK_DOCTOR"  # set by the doctor of a node for its ranks: the file into which rank 0 writes the ranks' findings
 
 Located = tuple[Optional[int], Finding]  # (node or None for the whole job, Finding)
@@ -35,14 +36,15 @@ class Examination:
     """The doctor of one job: it checks at the moments that the job announces (common/moments.py)."""
 
     def __init__(self, args: argparse.Namespace):
-        """Also limit each collective of this process to 150 seconds."""
-        self.findings: list[Located] = []
-        self._world: Any = None  # the World, once it is known
-        self._supervisor: Any = None
-        self._seconds = args.doctor_seconds
-        REPLACED.collective_seconds = 150
+        """Also limit each collective of this process to COLLECTIVE_SECONDS."""
         if args.evaluate:
             raise UserError("--doctor true and --evaluate were given, but the doctor examines a training: give one of them")
+        REPLACED.collective_seconds = COLLECTIVE_SECONDS
+        self.findings: list[Located] = []
+        self._world: Any = None  # the World, once it is known
+        self._supervisor: Optional[Supervisor] = None  # in the parent of a node
+        self._folder: Optional[tempfile.TemporaryDirectory] = None  # in the parent of a node: for FILE
+        self._seconds = args.doctor_seconds
 
     def add(self, finding: Finding, node: Optional[int] = None) -> None:
         """Add a finding of a node, or of the whole job."""
@@ -98,7 +100,8 @@ class Examination:
             self.add(checks.check_clock(hello["ahead"], "node 0"), node)
         if os.path.exists(os.environ[FILE]):
             self.findings += decode(json.loads(Path(os.environ[FILE]).read_text()))
-        self._folder.cleanup()
+        if self._folder:
+            self._folder.cleanup()
 
     def _add_meeting(self) -> None:
         """Add that all ranks have met, and reached the master."""
@@ -145,7 +148,8 @@ class Examination:
             self.end()
 
     def run(self, _args: argparse.Namespace, find_unsaved: Callable[[], list[tuple[str, str]]]) -> None:
-        """End before the first step: the data are open and the network is made, and the ranks have met."""
+        """Add a finding for each part that Run was not given, and end before the first step: by now the data are open, the
+        network is made and the ranks have met."""
         for name, kind in find_unsaved():
             result = f"{name} ({kind}) is not given to Run: if it is trained, a restart begins it anew"
             self.add(doubtful("script", result, f"give it to Run, or unsaved=[{name}] if that is meant"))

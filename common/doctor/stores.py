@@ -22,24 +22,27 @@ from common.storage.listing import SPARE
 
 ANSWER_SECONDS = 5  # that a store or a server may take
 TRIES = 1000  # more than there are nodes, each of which removes its folders once
+MIN_FREE_FILES = 1000
 LISTING_SECONDS = 3  # of a bucket's objects; those not listed by then are not counted
 
 
-def check_disk(check: str, folder: str, need: int, users: str) -> Finding:
-    """Check that the disk has room for `need` bytes and a reserve, and for more files. `users`: what needs the bytes."""
+def check_disk(row: str, folder: str, need: int, consumers: str) -> Finding:
+    """Check that the disk has room for `need` bytes and a reserve, and for MIN_FREE_FILES more files.
+
+    `row`: the first column of the finding; `consumers`: what needs the bytes, in the plural."""
     existing_folder = _existing_parent(folder)
     disk = os.statvfs(existing_folder)
     free = disk.f_bavail * disk.f_frsize
     if need + SPARE > free:
-        result = f"{format_size(free)} free in {one_line(existing_folder)}, {users} need {format_size(need + SPARE)}"
-        return bad(check, result, "make room there, or give a folder on a larger disk")
-    if disk.f_files and disk.f_favail < 1000:
+        result = f"{format_size(free)} free in {one_line(existing_folder)}, {consumers} need {format_size(need + SPARE)}"
+        return bad(row, result, "make room there, or give a folder on a larger disk")
+    if disk.f_files and disk.f_favail < MIN_FREE_FILES:
         result = f"{one_line(existing_folder)} has room for {disk.f_favail} more files"
-        return bad(check, result, "delete files there, or give another disk")
+        return bad(row, result, "delete files there, or give another disk")
     result = f"{format_size(free)} free in {one_line(existing_folder)}"
     if need:
-        result += f", {users} need {format_size(need)}"
-    return good(check, result)
+        result += f", {consumers} need {format_size(need)}"
+    return good(row, result)
 
 
 def check_output(folders: list[str]) -> Finding:

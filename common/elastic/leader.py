@@ -55,9 +55,10 @@ class LeadingNode(Protocol):
 
 
 class Leader:
-    """The part of a parent that leads the job. `lost_leader`: the one before; `is_silent`: it may still run."""
+    """Leads an elastic job, in the parent process of one node: keeps what the nodes report, and begins the generations."""
 
     def __init__(self, parent: LeadingNode, lost_leader: Optional[int] = None, is_silent: bool = False):
+        """`lost_leader`: the node that led before, if it is lost; `is_silent`: it may still run."""
         self._parent = parent
         self._supervisor = parent.supervisor
         self._reports: dict[int, NodeReport] = {}  # {node: its last report of its workers}
@@ -68,20 +69,23 @@ class Leader:
             self._lost_nodes.add(lost_leader)
             if is_silent:
                 self._silent.add(lost_leader)
-        self._gather_until = 0.0 if lost_leader is None else time.monotonic() + GATHER_SECONDS
+        self._gather_until = 0.0  # until when a new leader waits for reports; 0: it does not, or no longer
+        if lost_leader is not None:
+            self._gather_until = time.monotonic() + GATHER_SECONDS
         self._stop_requests: dict[int, tuple[float, int]] = {}  # {node: (when a stop signal came for it, the signal)}
         self._leaving: set[int] = set()  # the nodes in _stop_requests that were told that they may leave
-        self._stuck_since = self._short_since = self._last_seek = 0.0
-        self._tries = 0
-        self._lighthouse: Any = None
+        self._stuck_since = 0.0  # since when a rank has broken off its step; 0: none has
+        self._short_since = 0.0  # since when fewer than --min_nodes are left; 0: there are enough
+        self._node_0_sought_at = 0.0
+        self._tries = 0  # how often the same members were connected again
+        self._lighthouse: Any = None  # of the last generation, at which its ranks meet
         self._old_lighthouses: list = []  # all earlier lighthouses: to delete one may wait for a host that is cut off
 
     def _connections(self) -> dict[int, channel.Connection]:
         hub = self._supervisor.loop.hub
         return hub.connections if hub else {}
 
-    def hear(self, node: int, report: NodeReport) -> None:
-        """Keep the latest report of a node."""
+    def keep_report(self, node: int, report: NodeReport) -> None:
         self._reports[node] = report
 
     def note_stop(self, node: int, number: int) -> None:
@@ -120,23 +124,36 @@ class Leader:
     def _decide(self, now: float) -> None:
         """Form a new group when ranks start, join, are lost or break off a step; wait or stop if too few nodes are left."""
         parent = self._parent
-        last = self._parent.generation
+        last = parent.generation
         ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._lost_nodes]
         next_group = quorum.next_members(last["number"], ranks, self._reports.values())
         if last["number"] == 0:
             if len(next_group.ranks) == self._supervisor.world.world_size:
                 self._announce(next_group.ranks, "")
             return
-        if not self._gather(now):
+        if not self._finish_gathering(now):
             return
-        self._stuck_since = (self._stuck_since or now) if next_group.stuck else 0.0
-        stuck = self._stuck_since and now - self._stuck_since > CASCADE_SECONDS
-        if not next_group.missing and not next_group.new and not stuck and len(ranks) == len(last["ranks"]):
-            return
+        if not next_group.stuck:
+            self._stuck_since = 0.0
+        elif not self._stuck_since:
+            self._stuck_since = now
+        is_stuck = self._stuck_since > 0 and now - self._stuck_since > CASCADE_SECONDS
+        has_lost_ranks = len(ranks) < len(last["ranks"])
+        if next_group.missing or next_group.new or is_stuck or has_lost_ranks:
+            self._form(next_group, now)
+
+    def _form(self, next_group: quorum.NextMembers, now: float) -> None:
+        """Begin a generation of these members, or stop the run, or wait for more nodes."""
+        parent = self._parent
+        last = parent.generation
         joined = sorted(parent.nodes_of(next_group.new))
         causes = [*parent.causes, *(f"{self._supervisor.name_of(node)} has joined" for node in joined)]
-        self._tries = 0 if causes else self._tries + 1
-        why = "; ".join(causes or ["the connection between two ranks has broken"])
+        if causes:
+            self._tries = 0
+            why = "; ".join(causes)
+        else:
+            self._tries += 1
+            why = "the connection between two ranks has broken"
         previous_nodes = parent.nodes_of(last["ranks"])
         remaining_nodes = parent.nodes_of(set(next_group.ranks) - next_group.new)
         if not quorum.may_continue(previous_nodes, remaining_nodes, self._silent):
@@ -150,8 +167,9 @@ class Leader:
         else:
             self._announce(next_group.ranks, why, writer=min(set(next_group.ranks) - next_group.new, default=None))
 
-    def _gather(self, now: float) -> bool:
-        """Whether a new leader has waited enough for reports of the nodes; nodes that ended or are late are marked as lost."""
+    def _finish_gathering(self, now: float) -> bool:
+        """Return True once each node of the last generation has reported to this new leader or is lost: a node whose port
+        is closed has ended, and one that has not come by `_gather_until` is silent. Always True for the first leader."""
         if not self._gather_until:
             return True
         parent = self._parent
@@ -171,6 +189,7 @@ class Leader:
         return True
 
     def _wait_for_more(self, ranks: list[int], why: str, now: float) -> None:
+        """Say, once, that too few nodes are left; after --join_seconds, stop the run."""
         parent = self._parent
         fewer = f"fewer than --min_nodes {parent.min_nodes}"
         limit = f"{self._supervisor.join_seconds:.0f} s"
@@ -184,19 +203,14 @@ class Leader:
         """Send the next generation (group of ranks), with these ranks, to all nodes. `stop`: the run is to end.
         `writer`: the rank that writes the files if the one before is lost; None: the first of the ranks."""
         parent = self._parent
-        last = self._parent.generation
-        if self._lighthouse:
-            threading.Thread(target=self._lighthouse.shutdown, daemon=True).start()
-            self._old_lighthouses.append(self._lighthouse)
-        self._lighthouse = None if stop else quorum.lighthouse(parent.address, len(ranks))
-        if last["writes"] in ranks and not parent.nodes_of([last["writes"]]) & self._lost_nodes:
-            writer = last["writes"]
+        last = parent.generation
+        self._replace_lighthouse(None if stop else len(ranks))
+        last_writer = last["writes"]
+        if last_writer in ranks and not parent.nodes_of([last_writer]) & self._lost_nodes:
+            writer = last_writer
         elif writer is None:
             writer = min(ranks, default=0)
-        self._short_since = 0.0
-        self._stuck_since = 0.0
-        self._silent = set()
-        self._lost_nodes = set()
+        self._begin_counting_anew()
         hub = self._supervisor.loop.hub
         nodes = [[parent.node, parent.address, _leader_port(self._supervisor.hello)]]
         if hub:
@@ -212,6 +226,22 @@ class Leader:
         if hub:
             hub.send(generation=generation)
         parent.accept(generation)
+
+    def _replace_lighthouse(self, num_ranks: Optional[int]) -> None:
+        """End the lighthouse of the last generation, and start one for so many ranks; None: start none."""
+        if self._lighthouse:
+            threading.Thread(target=self._lighthouse.shutdown, daemon=True).start()  # it may take long
+            self._old_lighthouses.append(self._lighthouse)
+        self._lighthouse = None
+        if num_ranks is not None:
+            self._lighthouse = quorum.lighthouse(self._parent.address, num_ranks)
+
+    def _begin_counting_anew(self) -> None:
+        """Forget what was noted since the last generation, as the next one takes account of it."""
+        self._short_since = 0.0
+        self._stuck_since = 0.0
+        self._silent = set()
+        self._lost_nodes = set()
 
     # --- Nodes that leave, and node 0 ---
 
@@ -236,8 +266,8 @@ class Leader:
 
     def _seek_node_0(self, now: float) -> None:
         """While node 0 is lost, try every SEEK_SECONDS to tell it which node leads: once restarted, it waits for the others."""
-        if self._parent.node and 0 not in self._connections() and now - self._last_seek > SEEK_SECONDS:
-            self._last_seek = now
+        if self._parent.node and 0 not in self._connections() and now - self._node_0_sought_at > SEEK_SECONDS:
+            self._node_0_sought_at = now
             threading.Thread(target=self._redirect_node_0, daemon=True).start()
 
     def _redirect_node_0(self):

@@ -161,7 +161,7 @@ class ElasticParent:
     def hear(self, node: int, message: channel.Message) -> None:
         """Take a message that only elastic jobs have, or a stop signal."""
         if "here" in message and self._leader:
-            self._leader.hear(node, message["here"])
+            self._leader.keep_report(node, message["here"])
         elif "stop" in message and self._leader:
             self._leader.note_stop(node, message["stop"])
         elif "stop" in message:
@@ -242,7 +242,7 @@ class ElasticParent:
             "generation": self.generation["number"],
         }
         if self._leader:
-            self._leader.hear(self.node, report)
+            self._leader.keep_report(self.node, report)
             if self._own_signal:
                 self._leader.note_stop(self.node, self._own_signal)
         elif loop.connection:

@@ -35,7 +35,8 @@ class Elastic(Fixed):
         self.size = members.size
         self.shows = self.rank == 0 and not members.comes_later
         self.may_write = True
-        self._is_together = self._is_behind = False  # whether work of all ranks is under way; whether the others have done it
+        self._is_together = False  # whether an evaluation by all ranks is under way
+        self._is_behind = False  # whether the others have finished that evaluation
         self._last_step: Any = None  # (epoch, consumed, ids of all ranks) of the last step
 
     def find(self, look: Callable[[], Optional[restore.Checkpoint]], identity: dict) -> Optional[restore.Checkpoint]:
@@ -95,21 +96,23 @@ class Elastic(Fixed):
             except collectives.RanksChanged:
                 self._form()
 
-    def _state_to_send(self):
+    def _state_to_send(self) -> dict[str, Any]:
         """Return the state of the run for a rank that is behind or new."""
         state = checkpoint.snapshot(self._run.state())
-        return {"state": state, "about": manifest_of(self._run), "counted": self._last_step}
+        return {"state": state, "manifest": manifest_of(self._run), "last_step": self._last_step}
 
     def _load_state(self, received: dict[str, Any]) -> None:
-        """Load the state of another rank, unless only an evaluation is missing here."""
+        """Load the state of another rank, unless only an evaluation is missing here: there are no steps in one, so this
+        rank, which is in it (`_is_together`), has taken as many as the other."""
         run = self._run
-        about = received["about"]
-        if self._is_together and about["total_steps"] == run.position.total_steps:
-            self._is_behind = True  # by an evaluation only: this rank repeats it alone, and then closes the epoch, too
+        manifest = received["manifest"]
+        lacks_only_evaluation = self._is_together and manifest["total_steps"] == run.position.total_steps
+        if lacks_only_evaluation:
+            self._is_behind = True  # it repeats the evaluation alone, and then closes the epoch, too
             return
-        restore.refuse_another_run(about, run.saving.identity, "what the other nodes train")
-        run.load(received["state"], about, "the state of the other nodes")
-        self._last_step = received["counted"]
+        restore.refuse_another_run(manifest, run.saving.identity, "what the other nodes train")
+        run.load(received["state"], manifest, "the state of the other nodes")
+        self._last_step = received["last_step"]
 
     def _exchange(self):
         """Agree on a due stop or save; for --ledger, gather all ranks' sample ids. Called before each step takes effect."""

@@ -17,7 +17,7 @@ forward pass makes to the network's buffers are averaged along a tree over the n
 import argparse
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Protocol
 
 import torch
 
@@ -42,14 +42,34 @@ def settled(args: argparse.Namespace, same_bits: bool) -> argparse.Namespace:
     return arguments.replaced(args, deterministic=args.deterministic or same_bits, sync_bn=bool(args.sync_bn))
 
 
+class TrainSampler(Protocol):
+    """What shares need of the sampler of the training (datasets/sampler.py)."""
+
+    global_batch: int
+
+    def deal(self, own_shares: range, shares: int, global_batch: int) -> None: ...
+
+
+class EvaluationSampler(Protocol):
+    """What shares need of the sampler of the evaluation (datasets/sampler.py)."""
+
+    def shard(self, rank: int, world_size: int, whole_batches: bool = False) -> None: ...
+
+
 class Shares:
+    """Divides each global batch into shares, deals them to the ranks, and averages what they give, in the shares' order.
+
+    It hooks each weight, to send gradients while the last share is still computed. A part of an exchange is a group of tensors
+    that are sent together (sums.Part)."""
+
     def __init__(
-        self, args: argparse.Namespace, model: torch.nn.Module, train_sampler: Any, test_sampler: Any,
+        self, args: argparse.Namespace, model: torch.nn.Module, train_sampler: TrainSampler, test_sampler: EvaluationSampler,
         global_batch: Optional[int] = None, in_order: bool = True,
     ):  # fmt: skip
         """Deal the shares and the samples to the ranks. `global_batch`: samples of a step; unset: batch_size for each share.
 
-        `in_order`: give the same bits on any number of ranks; otherwise the communication library adds in an order of its own.
+        `in_order`: give the same bits on any number of ranks, for which torch gets one thread on a CPU; otherwise the
+        communication library adds in an order of its own.
         """
         if any(isinstance(module, norms.SynchronisedNorm) for module in model.modules()):
             raise UserError(
@@ -71,6 +91,13 @@ class Shares:
         self.passes = 1  # backward passes for each share
         self.was_interrupted = False  # whether the ranks have changed in this step, which is then repeated
         self.before_step_counts: Optional[Callable[[], None]] = None  # called before a step counts
+        # Of the step under way: this rank's share, {part: how many of its gradients have come}, the parts whose gradients have
+        # all come, how many parts were sent, and the buffers as they were before the step.
+        self._share = 0
+        self._pass_counts: dict[object, int] = {}
+        self._complete_parts: set[object] = set()
+        self._sent_count = 0
+        self._saved_buffers: list[torch.Tensor] = []
         self._deal(args.shares or self._group.size)
         for weight in self._weights:
             weight.register_post_accumulate_grad_hook(self._on_gradient)

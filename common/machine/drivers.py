@@ -60,7 +60,8 @@ def cann() -> Optional[str]:
 
 
 def _stated_version(file: Path) -> Optional[str]:
-    """Return the version stated in a file, as Version=8.2.RC1 or toolkit_installed_version=[8.2.RC1:8.2.RC1]; else None."""
+    """Return the version stated in a file, as Version=8.2.RC1, toolkit_installed_version=[8.2.RC1:8.2.RC1], or
+    [7.0.0.1:8.0.RC3] with a number of its own before that of the release; else None."""
     try:
         text = file.read_text(errors="replace")
     except OSError:

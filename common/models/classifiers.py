@@ -53,7 +53,9 @@ def last_layers(network: Any) -> list[str]:
 
 
 def _constructor(arch: str, image_size: int, shallow: bool = False) -> Callable[..., Any]:
-    """Return a function that makes the network from num_classes and options; UserError if unknown."""
+    """Return a function that makes the network of this name from num_classes and options; UserError if there is none.
+
+    `shallow`: as in classifier(), for timm's networks; torchvision's take zero_init_residual among the options."""
     if arch.startswith("timm/"):
         from common.models import of_timm
 
@@ -68,7 +70,7 @@ def _constructor(arch: str, image_size: int, shallow: bool = False) -> Callable[
     # inception_v3 and googlenet return more than scores of the classes.
     names = set(torchvision.models.list_models(module=torchvision.models)) - {"inception_v3", "googlenet"}
     if arch not in names:
-        close_matches = difflib.get_close_matches(arch, names, n=3, cutoff=0) or sorted(names)
+        close_matches = difflib.get_close_matches(arch, names, n=3, cutoff=0)
         raise UserError(
             f"--arch {arch} is none of torchvision's {len(names)} networks; the nearest: {', '.join(close_matches)}"
         )

@@ -101,7 +101,7 @@ class Board:
                     raise error_type(f"no {self._name}: {failure['text']}")
                 polls += 1
                 pulse.set("fetch", polls)  # a rank that waits is not stuck
-                if self._rank == 0 and waiting.takes_line():
+                if self._rank == 0 and waiting.claim_line():
                     print(f"waiting for rank {key[-1]} to have its {self._name}", flush=True)
                 time.sleep(max(POLL_SECONDS, world_size / 2560))  # all ranks ask one store
         self._store.add(self._key("all"), 1)

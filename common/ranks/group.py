@@ -77,7 +77,7 @@ def start_workers(args: argparse.Namespace) -> None:
     if world.world_size == 1 and not args.max_restarts:
         return
     devices.require_enough_devices(args)
-    if warning := devices.fewer_than_promised(args):
+    if warning := devices.idle_devices_warning(args):
         print(f"warning: node {world.node_rank}: {warning}", flush=True)
     from common.alive.parent import Parent
     from common.alive.supervisor import Supervisor

@@ -151,18 +151,21 @@ class _OverAllRanks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         images, weight, mean, scale = ctx.saved_tensors
         gradient = ctx.kernels.to_layout(gradients[0])
-        total, product, of_weight, of_bias = ctx.kernels.reduce_gradient(gradient, images, mean, scale, weight)
-        sums = torch.cat([total, product])
+        sum_dy, sum_dy_xmu, of_weight, of_bias = ctx.kernels.reduce_gradient(gradient, images, mean, scale, weight)
+        sums = torch.cat([sum_dy, sum_dy_xmu])
         distributed.all_reduce(sums)
-        total, product = sums.chunk(2)
-        of_images = ctx.kernels.gradient(gradient, images, mean, scale, weight, total, product)
+        sum_dy, sum_dy_xmu = sums.chunk(2)
+        of_images = ctx.kernels.gradient(gradient, images, mean, scale, weight, sum_dy, sum_dy_xmu)
         if weight is None:
             of_weight = of_bias = None
         return of_images, of_weight, of_bias, None, None, None, None
 
 
 class GpuKernels:
-    """Calls the kernels of torch.nn.SyncBatchNorm. `scale` is one over the standard deviation."""
+    """Calls the kernels of torch.nn.SyncBatchNorm. All ranks have equally many samples.
+
+    In both classes `scale` is one over the standard deviation of a channel, `sum_dy` the sum of the gradient over all but
+    the channels, and `sum_dy_xmu` that of the gradient times the distance of the images from their mean."""
 
     @staticmethod
     def to_layout(images: torch.Tensor) -> torch.Tensor:
@@ -171,6 +174,7 @@ class GpuKernels:
 
     @staticmethod
     def statistics(images: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return (mean, scale) of each channel of this rank's images."""
         return torch.batch_norm_stats(images, eps)
 
     @staticmethod
@@ -183,10 +187,12 @@ class GpuKernels:
         eps: float,
         momentum: float,
     ) -> tuple[Tensor, Tensor]:
-        statistics = means if running_mean is None else running_mean  # the kernel reads counts in this type
-        counts = torch.full((len(means),), images.numel() // images.shape[1], dtype=statistics.dtype, device=means.device)
+        """Return (mean, scale) of all ranks from `means` and `scales` of each; update the running statistics, if any."""
+        dtype_source = means if running_mean is None else running_mean  # only its type is used: that of the counts
+        samples_of_a_rank = images.numel() // images.shape[1]
+        counts = torch.full((len(means),), samples_of_a_rank, dtype=dtype_source.dtype, device=means.device)
         return torch.batch_norm_gather_stats_with_counts(
-            statistics, means, scales, running_mean, running_var, momentum, eps, counts
+            dtype_source, means, scales, running_mean, running_var, momentum, eps, counts
         )
 
     @staticmethod
@@ -199,16 +205,25 @@ class GpuKernels:
     def reduce_gradient(
         gradient: Tensor, images: Tensor, mean: Tensor, scale: Tensor, weight: Optional[Tensor]
     ) -> tuple[Tensor, ...]:
+        """Return (sum_dy, sum_dy_xmu, gradient of the weight, gradient of the bias) of this rank's images."""
         has_weight = weight is not None
         return torch.batch_norm_backward_reduce(gradient, images, mean, scale, weight, True, has_weight, has_weight)
 
     @staticmethod
     def gradient(
-        gradient: Tensor, images: Tensor, mean: Tensor, scale: Tensor, weight: Optional[Tensor], total: Tensor, product: Tensor
+        gradient: Tensor,
+        images: Tensor,
+        mean: Tensor,
+        scale: Tensor,
+        weight: Optional[Tensor],
+        sum_dy: Tensor,
+        sum_dy_xmu: Tensor,
     ) -> Tensor:
-        size = distributed.get_world_size()
-        counts = torch.full((size,), images.numel() // images.shape[1], dtype=torch.int32, device=images.device)
-        return torch.batch_norm_backward_elemt(gradient, images, mean, scale, weight, total, product, counts)
+        """Return the gradient of the images. The two sums are those of all ranks."""
+        num_ranks = distributed.get_world_size()
+        samples_of_a_rank = images.numel() // images.shape[1]
+        counts = torch.full((num_ranks,), samples_of_a_rank, dtype=torch.int32, device=images.device)
+        return torch.batch_norm_backward_elemt(gradient, images, mean, scale, weight, sum_dy, sum_dy_xmu, counts)
 
 
 class CpuKernels:
@@ -252,21 +267,29 @@ class CpuKernels:
         gradient: Tensor, images: Tensor, mean: Tensor, scale: Tensor, weight: Optional[Tensor]
     ) -> tuple[Tensor, ...]:
         dims = _all_but_channels(images)
-        total = gradient.sum(dim=dims, dtype=mean.dtype)
-        product = (_at_least_float32(gradient) * (_at_least_float32(images) - _along_channels(mean, images))).sum(dim=dims)
-        return total, product, product * scale, total
+        centred = _at_least_float32(images) - _along_channels(mean, images)
+        sum_dy = gradient.sum(dim=dims, dtype=mean.dtype)
+        sum_dy_xmu = (_at_least_float32(gradient) * centred).sum(dim=dims)
+        return sum_dy, sum_dy_xmu, sum_dy_xmu * scale, sum_dy
 
     @staticmethod
     def gradient(
-        gradient: Tensor, images: Tensor, mean: Tensor, scale: Tensor, weight: Optional[Tensor], total: Tensor, product: Tensor
+        gradient: Tensor,
+        images: Tensor,
+        mean: Tensor,
+        scale: Tensor,
+        weight: Optional[Tensor],
+        sum_dy: Tensor,
+        sum_dy_xmu: Tensor,
     ) -> Tensor:
         count = distributed.get_world_size() * images.numel() // images.shape[1]
-        weighted = scale if weight is None else scale * weight
-        total, product, mean, scale, weighted = (
-            _along_channels(vector, images) for vector in (total / count, product / count, mean, scale, weighted)
-        )
-        centred = _at_least_float32(images) - mean
-        return ((_at_least_float32(gradient) - total - centred * scale**2 * product) * weighted).to(images.dtype)
+        mean_dy = _along_channels(sum_dy / count, images)
+        mean_dy_xmu = _along_channels(sum_dy_xmu / count, images)
+        factor = _along_channels(scale if weight is None else scale * weight, images)
+        scale = _along_channels(scale, images)
+        centred = _at_least_float32(images) - _along_channels(mean, images)
+        of_images = (_at_least_float32(gradient) - mean_dy - centred * scale**2 * mean_dy_xmu) * factor
+        return of_images.to(images.dtype)
 
 
 def _all_but_channels(images: torch.Tensor) -> list[int]:

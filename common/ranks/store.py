@@ -51,7 +51,7 @@ def meet(world: World, store: Any, seconds: float) -> list[int]:
     waiting = Waiting()
     for rank in range(1, world.world_size):
         while not store.add(f"{ARRIVED_KEY}/{rank}", 0) and waiting.seconds <= seconds:
-            if waiting.takes_line():
+            if waiting.claim_line():
                 missing = naming.describe_ranks(find_missing() or [rank])
                 print(f"waiting for {missing}, {waiting.seconds:.0f} s", flush=True)
             time.sleep(POLL_SECONDS)

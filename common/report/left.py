@@ -116,8 +116,8 @@ class RunFiles:
         return sum(max(0, end - begin) for begin, end in zip(begin_times, end_times))
 
     def data(self) -> dict[str, list]:
-        """Return counts of pictures, {"classes": [(name, train, val)], "left_out": [(reason, count, name)]};
-        {} without them."""
+        """Return {"classes": [(class, pictures in training, in validation)], "left_out": [(reason, count, an example)]}; {} if
+        the run recorded none, or they are damaged."""
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):  # the file may be damaged
             counts = self.start["data"]
             classes = [(one_line(name), int(train), int(val)) for name, train, val in counts["classes"]]

@@ -36,7 +36,7 @@ class Clock:
         self._test_samples = test_samples
         self._evaluations = 0
         self._marks: list[tuple[int, float]] = []  # (samples, seconds of training) after each step of this start
-        self.begin_lap()
+        self.begin_epoch()
 
     def enter(self, phase: str, steps: int) -> None:
         """Begin a phase, and report it in the heartbeat, which a parent process reads. `steps`: steps of the run so far."""
@@ -72,12 +72,17 @@ class Clock:
 
     # --- Between two lines of the log ---
 
-    def begin_lap(self) -> None:
-        """Begin to measure the speed for the next line of the log. Called when an epoch begins: its first step gets a line."""
+    def begin_epoch(self) -> None:
+        """Begin to measure the speed, for a line of the log after the first step of the epoch."""
+        self._begin_lap()
+        self._is_first_lap = True
+
+    def _begin_lap(self) -> None:
+        """Begin to measure the speed for the next line of the log."""
         self._lap_start = self.read()
         self._lap_images = 0
         self._lap_steps = 0
-        self._is_first_lap = True
+        self._is_first_lap = False
 
     def count_step(self, samples: int, trained: int) -> bool:
         """Count a step of `samples` samples; return whether a log line is due. `trained`: samples of this start so far."""
@@ -100,8 +105,7 @@ class Clock:
         """Return the images per second and the fraction of each training phase since the last lap began; begin a new one."""
         previous = self._lap_start
         images = self._lap_images
-        self.begin_lap()
-        self._is_first_lap = False
+        self._begin_lap()
         return speed(previous, self._lap_start, images)
 
     # --- The rest ---

@@ -87,9 +87,12 @@ class Gradients:
         }
 
     def should_wait(self) -> bool:
-        """Return whether a save or a stop should wait for a later step, after which fewer gradients are accumulated; but not
-        for ever. It counts the steps waited, so it has to be called once after each step."""
-        if not self._accumulating <= self._expected_to_step:
+        """Return whether a save or a stop should wait for a later step, after which fewer gradients are accumulated.
+
+        It has to be called once after each step, as it counts them: after MOST_WAITED, it waits no longer, and no longer
+        expects those optimizers to step that have not."""
+        some_never_step = not self._accumulating <= self._expected_to_step
+        if some_never_step:
             return False
         accumulated = sum(weight.numel() for weight in self._accumulated_weights())
         self._fewest = min(self._fewest, accumulated)
@@ -100,12 +103,17 @@ class Gradients:
             return False
         self._steps_waited += 1
         if self._steps_waited > MOST_WAITED:
-            self._expected_to_step -= self._accumulating - self._stepped_meanwhile
-            self._steps_waited = 0
-            self._fewest = float("inf")
-            self._stepped_meanwhile.clear()
+            self._give_up_waiting()
             return False
         return True
+
+    def _give_up_waiting(self) -> None:
+        """No longer expect the optimizers to step that have not stepped meanwhile, and look anew for the fewest gradients."""
+        have_not_stepped = self._accumulating - self._stepped_meanwhile
+        self._expected_to_step -= have_not_stepped
+        self._steps_waited = 0
+        self._fewest = float("inf")
+        self._stepped_meanwhile.clear()
 
     def note_end_of_epoch(self, is_fully_seen: bool) -> bool:
         """Return True once if gradients waited for an update after an epoch that was resumed in its middle,

@@ -46,7 +46,7 @@ class Plan:
         return self.resumed_at
 
     def limit(self, position: Position) -> Optional[str]:
-        """Return the option that ends the run at this position, or None if the run goes on."""
+        """Return what ends the run at this position, in words for the log, such as "--epochs 90"; None if it goes on."""
         if position.epoch >= self.args.epochs:
             return f"--epochs {self.args.epochs}"
         if self.steps_used_up(position):

@@ -218,10 +218,11 @@ class Run:
     # --- From here to the end: the course of a run ---
 
     def resume(self) -> None:
-        """Restore the checkpoint to go on from, if any, and let stop signals save and end the run. A trial does neither.
+        """Restore the checkpoint to go on from, if any, and let stop signals save and end the run. A trial (--prof,
+        --find_max_batch) does neither.
 
         Call it after the last run.register(), on every rank."""
-        moments.announce("run", self.args, self.unsaved.unsaved_parts)
+        moments.announce("run", self.args, self.unsaved.unsaved_parts)  # before all else: the doctor ends the process here
         self._prepare_parts()
         resumed_from = None if self.trial else self.peers.find(self.saving.find, self.saving.identity)
         if resumed_from:
@@ -230,12 +231,11 @@ class Run:
             self.saving.saved_at = self.position
         if self.side_files.writes and self.args.checkpoints:
             self._require_saveable()
-        self.peers.meet(self)
+        self.peers.meet(self)  # after the folder was found to be good: else the others would wait for rank 0
         self._require_sharded_sampler()
-        moments.listen(
-            types.SimpleNamespace(paused=self._save_ended_epoch, returned=self._finish_after_break), ends_with_run=True
-        )
+        self._listen_for_end()
         self.sampler.start_at(self.position.epoch, self.position.consumed)
+        # From here on the run stands where it goes on, and may be asked for it.
         self.plan = dataclasses.replace(self.plan, resumed_at=self.position)
         self._begin_evidence()
         self.enter("start")
@@ -246,6 +246,11 @@ class Run:
                 self.unsaved.begin()
             self.due.allow_stop()
             self._listen_for_stops()
+
+    def _listen_for_end(self) -> None:
+        """Save the last epoch when a cell of a notebook, or the job, has ended."""
+        listener = types.SimpleNamespace(paused=self._save_ended_epoch, returned=self._finish_after_break)
+        moments.listen(listener, ends_with_run=True)
 
     def _listen_for_stops(self) -> None:
         if not self.trial:
@@ -305,7 +310,7 @@ class Run:
             has_steps = len(self.sampler) > 0
             seed_step(self.args.seed, epoch_start.epoch, HEAD)
             self.parts.begin_epoch()
-            self.clock.begin_lap()
+            self.clock.begin_epoch()
             self.notify(Observer.epoch_began)
             norms = norms_of_weights(self.model) if has_steps and self.side_files.shows else []
             yield epoch_start.epoch
@@ -429,7 +434,7 @@ class Run:
     def sample_ids(self) -> torch.Tensor:
         """The ids of the samples of this rank's batch."""
         if self.loader is None:
-            raise RuntimeError("run.step() was called without a batch of run.steps(loader)")
+            raise RuntimeError("there is no batch yet: take one from run.steps(loader) before run.step()")
         return self.loader.ids
 
     def _end_trial(self, result: str) -> NoReturn:
@@ -552,19 +557,23 @@ class Run:
             self.sampler.set_global_batch(manifest["global_batch"])
 
     def save(self, weights_of_epoch: Optional[int] = None) -> None:
-        """Save in the background, unless this position is saved already, in a trial or with --checkpoints false.
+        """Write a checkpoint in the background. Every rank calls it, as each has gradients and losses of its own; one of them
+        writes. In a trial, and with --checkpoints false, none does.
 
-        Every rank calls it. `weights_of_epoch`: write the weights of this epoch to a file of their own, too."""
+        A position that is saved already is not saved again, unless `weights_of_epoch` is given, the number of an epoch whose
+        weights go to a file of their own, too."""
         if not self._losses_can_wait():
             self._check_losses()
         self._gather()
         self.peers.agreement.note_save()
-        if not self.side_files.writes:
-            return  # a trial writes nothing, and rank 0 writes for all
-        self.saving.require_not_taken_over()
-        if not self.args.checkpoints:
-            return
-        if self.position == self.saving.saved_at and not weights_of_epoch:
+        if self.side_files.writes:
+            self._write_checkpoint(weights_of_epoch)
+
+    def _write_checkpoint(self, weights_of_epoch: Optional[int]) -> None:
+        """Begin to write a checkpoint, if one is to be written: see save()."""
+        self.saving.require_not_taken_over()  # also without checkpoints, as the folder has other files of the run
+        is_saved_already = self.position == self.saving.saved_at and not weights_of_epoch
+        if is_saved_already or not self.args.checkpoints:
             return
         self.enter("save")
         losses = self.losses.hand_over()

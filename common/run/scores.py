@@ -117,14 +117,20 @@ class Scores:
         order = order[(rows[order, 1] >= 0) & are_named[order]][:limit]
         return rows[order], order.tolist()
 
-    def _pictures(self, group: Any, highest: Any, numbers: list[int], places: list[int]) -> torch.Tensor:
-        """Return pictures of the mistakes at `places`: rank * SHOWN + index in that rank's `numbers`."""
-        own_pictures = highest.pictures()
-        first_place = group.rank * SHOWN
+    def _pictures(self, group: Any, own_highest: "_Highest", own_mistakes: list[int], places: list[int]) -> torch.Tensor:
+        """Return pictures of the mistakes at `places`, which are rank * SHOWN + index in that rank's `own_mistakes`: numbers
+        of samples in the order of add(). A mistake of which no picture was kept has a black one.
+
+        Each rank draws its own mistakes and leaves the others black, so that the sum over the ranks has all."""
+        kept_pictures = own_highest.pictures()
         pictures = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.int32, device=self._sums.device)
         for index, place in enumerate(places):
-            if 0 <= place - first_place < len(numbers) and numbers[place - first_place] in own_pictures:
-                pictures[index] = own_pictures[numbers[place - first_place]]
+            rank, own_index = divmod(place, SHOWN)
+            if rank != group.rank:
+                continue
+            picture = kept_pictures.get(own_mistakes[own_index])
+            if picture is not None:
+                pictures[index] = picture
         if group.size > 1 and places:
             group.sum(pictures)
         return pictures.to("cpu", torch.uint8)

@@ -20,32 +20,39 @@ def is_encrypted(answer: Mapping[str, Any]) -> bool:
 
 
 class Crc:
-    """A CRC with update() and digest() as in hashlib. `combine(first, second, length of second)`: the CRC of both."""
+    """A CRC with update() and digest(), as in hashlib."""
 
     def __init__(
-        self, compute: Callable[[Any, int], int], length: int, combine: Optional[Callable[[int, int, int], int]] = None
+        self,
+        compute: Callable[[Any, int], int],
+        digest_size: int,
+        combine: Optional[Callable[[int, int, int], int]] = None,
     ) -> None:
+        """`compute(content, crc)`: the CRC of what `crc` is of, followed by `content`. `digest_size`: in bytes.
+
+        `combine(first, second, num_bytes)`: the CRC of what `first` is of, followed by the bytes that `second` is of."""
         self._compute = compute
-        self._length = length
+        self._digest_size = digest_size
         self._combine = combine
         self._value = 0
-        self._byte_count = 0
+        self._num_bytes = 0
 
     def crc_of_next_piece(self) -> "Optional[Crc]":
         """Return a new Crc for the next piece, to be given to add(); None if these CRCs cannot be combined."""
-        return Crc(self._compute, self._length) if self._combine else None
+        return Crc(self._compute, self._digest_size) if self._combine else None
 
     def update(self, content: Any) -> None:
         self._value = self._compute(content, self._value)
-        self._byte_count = self._byte_count + len(content)
+        self._num_bytes += len(content)
 
     def add(self, following: "Crc") -> None:
         """Continue with the bytes of which `following` is the CRC."""
         assert self._combine
-        self._value = self._combine(self._value, following._value, following._byte_count)
+        self._value = self._combine(self._value, following._value, following._num_bytes)
+        self._num_bytes += following._num_bytes
 
     def digest(self) -> bytes:
-        return self._value.to_bytes(self._length, "big")
+        return self._value.to_bytes(self._digest_size, "big")
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from common.address import FETCHING, is_fetchable_name
 from common.errors import raising_path_conflict
@@ -47,6 +47,14 @@ def unfinished_path(folder: str, name: str) -> str:
     return os.path.join(folder, FETCHING, hashed_name(name))
 
 
+class Entry(NamedTuple):
+    """What the index records of a file."""
+
+    size: int
+    etag: str
+    mtime_ns: int
+
+
 class Index:
     """The record of which object each file of a folder is: lines of JSON, of which the last one for a name counts."""
 
@@ -66,11 +74,14 @@ class Index:
 
     def has(self, name: str, item: Optional[Item] = None) -> bool:
         """Return whether the file is recorded and unchanged since, and, if `item` is given, is that version of the object."""
-        if entry := self._entries.get(name):
-            with contextlib.suppress(OSError):
-                status = os.lstat(os.path.join(self._folder, name))
-                is_same_version = item is None or entry[:2] == (item.size, item.etag)
-                return is_same_version and entry[::2] == (status.st_size, status.st_mtime_ns)
+        entry = self._entries.get(name)
+        if entry is None:
+            return False
+        if item is not None and (entry.size, entry.etag) != (item.size, item.etag):
+            return False
+        with contextlib.suppress(OSError):
+            status = os.lstat(os.path.join(self._folder, name))
+            return (entry.size, entry.mtime_ns) == (status.st_size, status.st_mtime_ns)
         return False
 
     def add(self, name: str, item: Item) -> None:
@@ -78,14 +89,17 @@ class Index:
         mtime = os.stat(os.path.join(self._folder, name)).st_mtime_ns
         line = json.dumps({"name": name, "size": item.size, "etag": item.etag, "mtime": mtime})
         with self._lock:
-            self._entries[name] = (item.size, item.etag, mtime)
+            self._entries[name] = Entry(item.size, item.etag, mtime)
             self._file.write(line + "\n")
 
     def remove(self, name: str) -> None:
         """Delete the file of an object that the bucket no longer has, if possible, and record in the index that it is gone."""
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self._folder, name))
-        self._file.write(json.dumps({"name": name, "size": None, "etag": None, "mtime": None}) + "\n")
+        line = json.dumps({"name": name, "size": None, "etag": None, "mtime": None})
+        with self._lock:
+            self._entries.pop(name, None)
+            self._file.write(line + "\n")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a full disk has been reported already
@@ -97,15 +111,15 @@ def fetched_names(folder: str) -> set[str]:
     return set(_read_index(os.path.join(folder, FETCHING, INDEX)))
 
 
-def _read_index(path: str) -> dict[str, tuple]:
-    """Return {name: (size, ETag, mtime in ns)} of an index; empty if it is missing. Invalid lines and names are left out."""
+def _read_index(path: str) -> dict[str, Entry]:
+    """Return {name: Entry} of an index; empty if it is missing. Invalid lines and names are left out."""
     entries = {}
     with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a line that was cut off or damaged
                 entry = json.loads(line)
                 if is_fetchable_name(entry["name"]):
-                    entries[entry["name"]] = (entry["size"], entry["etag"], entry["mtime"])
+                    entries[entry["name"]] = Entry(entry["size"], entry["etag"], entry["mtime"])
                     if entry["size"] is None:  # removed later
                         del entries[entry["name"]]
     return entries

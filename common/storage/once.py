@@ -62,11 +62,11 @@ def once_per_node(path: str, work: Callable[[Lease], object], request: str = "")
     lease = Lease(file)
     try:
         note = _wait(lease, file, path, began)
-        if note.get("what", "") != request:
-            note = {}
-        if note.get("state") == "failed":
-            raise UserError(note["text"]) if note.get("code") == 2 else TrainingFailed(note["text"])
-        if note.get("state") == "done":
+        is_of_this_work = note.get("what", "") == request
+        if is_of_this_work and note.get("state") == "failed":
+            kind = UserError if note.get("code") == UserError.exit_code else TrainingFailed
+            raise kind(note["text"])
+        if is_of_this_work and note.get("state") == "done":
             return
         lease.tell(f"preparing {os.path.dirname(path)}")
         try:
@@ -76,7 +76,7 @@ def once_per_node(path: str, work: Callable[[Lease], object], request: str = "")
             raise
         lease.write(state="done", what=request)
     finally:
-        lease.pulse.set("start", 0)
+        lease.pulse.set("start", 0)  # the work, or the wait for it, is over
         os.close(file)
 
 
@@ -147,7 +147,7 @@ def _wait(lease: Lease, file: int, path: str, began: float) -> dict[str, Any]:
     while not _lock(file, fcntl.LOCK_EX):
         note = _read_note(file)
         lease.pulse.set("fetch", int(note.get("at", 0)))  # so this process counts as stuck only if the owner is
-        if waiting.takes_line():
+        if waiting.claim_line():
             print(f"waiting for another process of this node: {one_line(note.get('text', path))}", flush=True)
         time.sleep(POLL_SECONDS)
     note = _read_note(file)

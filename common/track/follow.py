@@ -71,7 +71,7 @@ class Follower:
             self._say(text)
 
     def _warn(self, error: Exception) -> None:
-        reason = f"pip install {senders.PACKAGES[self.tool]}" if isinstance(error, ImportError) else shortened(error)
+        reason = f"pip install {senders.PACKAGES[self.tool]}" if isinstance(error, ImportError) else root_cause(error)
         advice = f"python -m launch track {self.folder} --to {self.tool} sends them"
         if not self._has_warned:
             self._report(f"warning: {self.tool} takes no rows: {reason}; the run goes on, and {advice}")
@@ -144,8 +144,8 @@ def rows(folder: str, name: str) -> Iterator[dict[str, Any]]:
                     yield row
 
 
-def shortened(error: Exception) -> str:
-    """Return the beginning of the first cause of what a tracker's library says, which may be a page."""
+def root_cause(error: Exception) -> str:
+    """Return the text of the error that caused this one, cut off at LONGEST_REASON: some servers answer with a web page."""
     cause: BaseException = error
     while inner := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__):
         cause = inner

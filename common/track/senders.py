@@ -93,18 +93,18 @@ class MLflow:
 
 
 class WandB:
-    """A run's entry in Weights & Biases, whose id is that of the run."""
+    """A run's entry in Weights & Biases, whose id is that of the run. Its methods are those of MLflow, above."""
 
     def __init__(self, start: dict, folder: str):
         import wandb  # pyright: ignore[reportMissingImports]
 
         name, settings, tags = describe_run(start, folder)
-        self._picture = wandb.Image
+        self._image_class = wandb.Image
         client_settings = wandb.Settings(console="off", silent=True)
         self._run: Any = wandb.init(
             id=start["run"], resume="allow", project=os.environ.get("WANDB_PROJECT", start["job"]), name=name,
             dir=os.environ.get("WANDB_DIR", folder),
-            config=settings, tags=[f"{name}={value}"[:64] for name, value in tags.items()], settings=client_settings,
+            config=settings, tags=[f"{key}={value}"[:64] for key, value in tags.items()], settings=client_settings,
         )  # fmt: skip
         self._run.define_metric("*", step_metric="samples")
 
@@ -117,7 +117,7 @@ class WandB:
         self._run.summary[PROGRESS_KEY] = json.dumps(progress)
 
     def picture(self, path: str, samples: int) -> None:
-        self._run.log({os.path.basename(path): self._picture(path), "samples": samples})
+        self._run.log({os.path.basename(path): self._image_class(path), "samples": samples})
 
     def end(self, outcome: str, reason: str) -> None:
         self._run.summary["ended"] = reason
@@ -125,7 +125,7 @@ class WandB:
 
 
 class SwanLab:
-    """A run's entry in SwanLab, whose id is that of the run."""
+    """A run's entry in SwanLab, whose id is that of the run. Its methods are those of MLflow, above."""
 
     def __init__(self, start: dict, folder: str):
         import swanlab  # pyright: ignore[reportMissingImports]
@@ -135,7 +135,7 @@ class SwanLab:
         swanlab.init(
             id=start["run"], resume="allow", project=os.environ.get("SWANLAB_PROJ_NAME", start["job"]), name=name,
             log_dir=os.environ.get("SWANLAB_LOG_DIR", os.path.join(folder, "swanlog")), config=settings,
-            tags=[f"{name}={value}" for name, value in tags.items()],
+            tags=[f"{key}={value}" for key, value in tags.items()],
         )  # fmt: skip
 
     def progress(self) -> dict[str, Any]:

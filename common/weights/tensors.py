@@ -68,7 +68,7 @@ def read_records(records: dict[str, Any]) -> Any:
     """Return the value in {name: bytes}, the records of an archive of torch.save; they are removed as they are used."""
     storages: dict[str, torch.Tensor] = {}
 
-    def storage(key: str, size: int) -> torch.Tensor:
+    def storage(key: str, _size: int) -> torch.Tensor:  # it has a size of its own
         if key not in storages:
             if f"data/{key}" not in records:
                 raise Refused("it lacks a storage")

@@ -133,16 +133,19 @@ def is_platform_path(value: str) -> bool:
 
 
 def why_results_would_be_lost(args: argparse.Namespace, environ: Mapping[str, str]) -> Optional[str]:
-    """Return why ModelArts or SageMaker would lose the results with the container; None if not, or on another platform."""
+    """Return why ModelArts or SageMaker would lose the results with the container; None if not, or on another platform.
+
+    Folders that the platform keeps are in KEPT; a mount of the user's own is kept, too. What is on the container's own disks
+    (/ and LOST_DISKS) ends with it."""
     for variable, folders in KEPT.items():
         kept = list(folders)
         if environ.get("SM_MODEL_DIR"):
             kept.append(environ["SM_MODEL_DIR"])
         if variable in environ and not args.output_url and not _is_below(args.output_dir, kept):
-            folder = os.path.abspath(args.output_dir)
-            while not os.path.ismount(folder):
-                folder = os.path.dirname(folder)
-            if folder in ("/", LOST_DISKS.get(variable)):
+            mount = os.path.abspath(args.output_dir)
+            while not os.path.ismount(mount):
+                mount = os.path.dirname(mount)
+            if mount in ("/", LOST_DISKS.get(variable)):
                 return f"the platform does not keep {one_line(args.output_dir)}: it keeps what is in {', '.join(kept)}"
     return None
 

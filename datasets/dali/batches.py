@@ -7,7 +7,7 @@ If DALI cannot make a batch, or other decoders read a picture in it differently,
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Union
+from typing import Any, Callable, NamedTuple, Union
 
 import numpy as np
 import torch
@@ -28,15 +28,16 @@ class PipelineBatches:
     """Gives (uint8 images, labels, ids) of each batch of the sampler, in its order. A subclass defines the pipeline."""
 
     def __init__(
-        self, data_set: Union[Photos, Pairs], sampler: Sampler, device: torch.device, workers: int = 0,
+        self, data_set: Union[Photos, Pairs], sampler: Sampler, device: torch.device, threads: int = 0,
         decode_on_gpu: bool = False,
     ) -> None:  # fmt: skip
+        """`threads`: of DALI; 0: one for each core of this process."""
         need_dali(device if decode_on_gpu else None)
         self.sampler = sampler
         self.device = device
         self._data = data_set
         self._gpu = device if decode_on_gpu else None
-        self._threads = workers or cores.count()
+        self._threads = threads or cores.count()
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         try:
@@ -88,84 +89,108 @@ def is_fault_of_picture(error: Exception) -> bool:
     return not MACHINE_ERRORS.search(str(error))
 
 
+class _Work(NamedTuple):
+    """What DALI does with a photograph."""
+
+    plan: Callable[[Photos, np.ndarray, int], tuple[np.ndarray, ...]]  # (data, ids, epoch) -> numbers of each photograph
+    graph: Callable[..., tuple[Any, ...]]  # the operators that compute the outputs from the contents and these numbers
+    num_arrays: int  # that `plan` returns
+
+
 class DaliBatches(PipelineBatches):
-    """Batches of photographs with labels. Without `decode_on_gpu` DALI decodes pictures or windows; torch does the rest."""
+    """Batches of photographs with labels. On a GPU DALI makes the whole image. On a CPU it decodes pictures or, in training,
+    windows of them, and torch does the rest, which it does faster there."""
 
     _data: Photos
 
     def _reads_alike(self, ids: np.ndarray, epoch: int) -> bool:
+        """Return whether DALI would give the pixels of Pillow. It would not for a crop that is only one pixel wide."""
         data = self._data
         smallest = data.area[0] * data.tree.widths[ids] * data.tree.heights[ids]  # pixels of a crop
         small = ids[smallest < NARROW] if data.train else ids[:0]
-        narrow = len(small) > 0 and any(map(decode.is_narrow, data.windows(small, epoch)[0][:, 3]))
-        return not narrow and super()._reads_alike(ids, epoch)
+        has_narrow = False
+        if len(small):
+            windows, _ = data.windows(small, epoch)
+            has_narrow = any(map(decode.is_narrow, windows[:, 3]))
+        return not has_narrow and super()._reads_alike(ids, epoch)
 
     def _batch(self, outputs: Sequence[Any], ids: np.ndarray, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
         labels = torch.from_numpy(self._data.tree.labels[ids])
         if self._gpu:
             return as_tensor(outputs[0], self._gpu)[: len(ids)].permute(0, 3, 1, 2), labels
-        pictures, numbers = outputs
-        return self._resize_with_torch(pictures, numbers, ids, epoch), labels
+        pictures, flips = outputs
+        return self._resize_with_torch(pictures, flips, ids, epoch), labels
 
-    def _resize_with_torch(self, pictures: Any, numbers: Any, ids: np.ndarray, epoch: int) -> torch.Tensor:
-        """Make the images from what DALI decoded, with torch: it resizes faster on a CPU. `numbers`: the flips, in training."""
+    def _resize_with_torch(self, pictures: Any, flips: Any, ids: np.ndarray, epoch: int) -> torch.Tensor:
+        """Make the images from what DALI decoded, with torch: it resizes faster on a CPU. `flips`: used in training."""
         data = self._data
-        numbers = np.array(numbers.as_tensor())
+        flips = np.array(flips.as_tensor())
         images = torch.empty((len(ids), 3, data.size, data.size), dtype=torch.uint8, memory_format=torch.channels_last)
-        for place, number in enumerate(ids):
+        for place, sample_id in enumerate(ids):
             picture = torch.from_numpy(pictures.at(place)).permute(2, 0, 1)
             if data.train:
-                picture = decode.train_cut(picture, numbers[place], data.size, data.mode)
-                images[place] = data.augmented(picture, int(number), epoch)
+                picture = decode.train_cut(picture, flips[place], data.size, data.mode)
+                images[place] = data.augmented(picture, int(sample_id), epoch)
             else:
                 images[place] = decode.eval_cut(picture, data.size, data.short, mode=data.mode)
         return images
 
     def _pipeline(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
         """Build a pipeline for these batches. DALI reads the files, unless the tree has to, as from a pack or cache."""
+        if self._data.tree.has_sample_files:
+            return self._pipeline_of_files(batches, epoch)
+        return self._pipeline_of_contents(batches, epoch)
+
+    def _work(self) -> _Work:
+        if self._data.train:
+            return _Work(_train_plan, _train_graph, num_arrays=3)
+        if self._gpu:
+            return _Work(_test_plan, _test_graph, num_arrays=2)
+        return _Work(_whole_plan, _whole_graph, num_arrays=1)
+
+    def _graph_options(self) -> dict[str, Any]:
+        return {"size": self._data.size, "decoder": "mixed" if self._gpu else "cpu"}
+
+    def _pipeline_of_files(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
+        """Build a pipeline that reads each photograph's file."""
         from nvidia.dali import fn
 
-        data = self._data
+        tree = self._data.tree
+        work = self._work()
+        options = self._graph_options()
         largest = max(map(len, batches))
-        if data.train:
-            plan = _train_plan
-            graph = _train_graph
-            num_arrays = 3
-        elif self._gpu:
-            plan = _test_plan
-            graph = _test_graph
-            num_arrays = 2
-        else:
-            plan = _whole_plan
-            graph = _whole_graph
-            num_arrays = 1
-        options = {"size": data.size, "decoder": "mixed" if self._gpu else "cpu"}
+        paths = [tree.path(sample) for ids in batches for sample in _padded(ids, largest)]
 
-        def make_plan(ids: np.ndarray) -> tuple[np.ndarray, ...]:
-            data.tree.prefetch(ids)
-            return plan(data, _padded(ids, largest), epoch)
+        def plan(ids: np.ndarray) -> tuple[np.ndarray, ...]:
+            tree.prefetch(ids)
+            return work.plan(self._data, _padded(ids, largest), epoch)
 
-        if data.tree.has_sample_files:
-            files = [data.tree.path(number) for ids in batches for number in _padded(ids, largest)]
+        def graph(*numbers: Any) -> tuple[Any, ...]:
+            contents, _ = fn.readers.file(files=paths, random_shuffle=False, prefetch_queue_depth=AHEAD)
+            return work.graph(contents, *numbers, **options)
 
-            def from_files(*numbers: Any) -> tuple[Any, ...]:
-                contents, _ = fn.readers.file(files=files, random_shuffle=False, prefetch_queue_depth=AHEAD)
-                return graph(contents, *numbers, **options)
+        return build(batches, plan, work.num_arrays, graph, self._threads, self._gpu)
 
-            return build(batches, make_plan, num_arrays, from_files, self._threads, self._gpu)
-
+    def _pipeline_of_contents(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
+        """Build a pipeline that is given each photograph's bytes, which threads read from the tree."""
+        tree = self._data.tree
+        work = self._work()
+        options = self._graph_options()
+        largest = max(map(len, batches))
         readers = ThreadPoolExecutor(self._threads)
 
-        def read_photo(number: int) -> np.ndarray:
-            return np.frombuffer(data.tree.read(number), np.uint8)
+        def read_photo(sample: int) -> np.ndarray:
+            return np.frombuffer(tree.read(sample), np.uint8)
 
         def read_and_plan(ids: np.ndarray) -> tuple[Any, ...]:
-            numbers = make_plan(ids)
+            tree.prefetch(ids)
+            numbers = work.plan(self._data, _padded(ids, largest), epoch)
             return list(readers.map(read_photo, _padded(ids, largest))), *numbers
 
-        return build(
-            batches, read_and_plan, 1 + num_arrays, lambda *arrays: graph(*arrays, **options), self._threads, self._gpu
-        )
+        def graph(*arrays: Any) -> tuple[Any, ...]:
+            return work.graph(*arrays, **options)
+
+        return build(batches, read_and_plan, 1 + work.num_arrays, graph, self._threads, self._gpu)
 
 
 # DALI's operators for a batch of photographs (graph), and the arrays of numbers that they need (plan).

@@ -77,7 +77,8 @@ def cut(images: Any, corner: Any, size: Sequence[float], **options: Any) -> Any:
 
 
 def as_tensor(output: Any, device: torch.device) -> torch.Tensor:
-    """Return a copy of a pipeline's output, because DALI reuses the memory. `device`: the GPU that holds it (uint8), if any."""
+    """Return a copy of a pipeline's output, because DALI reuses the memory. `device`: the GPU on which an output is, which then
+    has to be uint8; not used for one on the CPU."""
     from nvidia.dali.tensors import TensorListGPU
 
     dense = output.as_tensor()

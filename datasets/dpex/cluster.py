@@ -139,19 +139,22 @@ class Cluster:
 
     def choose_nodes(self, count: int, avoid: str = "") -> list[str]:
         """Return node ids for `count` workers, in proportion to the nodes' CPUs. Node `avoid` is used if no other is left."""
-        import ray
-
-        # Ray may not know yet that a node is lost. If all are, this machine's is too, and _watch() soon ends the bridge.
-        while not (alive := [node for node in ray.nodes() if node["Alive"] and is_reachable(raylet_address(node))]):
+        nodes = _reachable_nodes()
+        while not nodes:  # not even this machine's, and _watch() ends this process if that stays so
             time.sleep(REACH_SECONDS)
-        cpus = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in alive}
+            nodes = _reachable_nodes()
+        cpus = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in nodes}
         if any(cpus.values()):  # a node declared without CPUs, usually the head, gets no worker
-            cpus = {name: num_cpus for name, num_cpus in cpus.items() if num_cpus}
+            cpus = {node_id: num_cpus for node_id, num_cpus in cpus.items() if num_cpus}
         if len(cpus) > 1:
             cpus.pop(avoid, None)
-        chosen = []
+        chosen: list[str] = []
+
+        def load_with_one_more(node_id: str) -> float:
+            return (chosen.count(node_id) + 1) / max(cpus[node_id], 0.5)
+
         for _ in range(count):
-            chosen.append(min(sorted(cpus), key=lambda name: (chosen.count(name) + 1) / max(cpus[name], 0.5)))
+            chosen.append(min(sorted(cpus), key=load_with_one_more))
         return chosen
 
     def start_worker(self, node: str, packages: Iterable[str], is_replacement: bool = False) -> Any:
@@ -159,18 +162,35 @@ class Cluster:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+        options = {
+            "num_cpus": 0,  # it is placed by choose_nodes(), whatever else uses the node's CPUs
+            "max_restarts": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        }
         if not self.is_own:  # its nodes may be machines without our files
-            from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
-
-            parameters = inspect.signature(upload_py_modules_if_needed).parameters
-            extra_options: dict[str, Any] = {}
-            if "include_gitignore" in parameters:
-                extra_options["include_gitignore"] = True
-            with tempfile.TemporaryDirectory() as folder:
-                modules = {"py_modules": sorted(packages)}
-                options["runtime_env"] = upload_py_modules_if_needed(modules, scratch_dir=folder, **extra_options)
+            options["runtime_env"] = _upload(packages)
         return ray.remote(Actor).options(**options).remote(is_replacement)
+
+
+def _reachable_nodes() -> list[dict[str, Any]]:
+    """Return the entries of ray.nodes() whose raylet can be reached: Ray takes a while to notice that a node is lost."""
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"] and is_reachable(raylet_address(node))]
+
+
+def _upload(packages: Iterable[str]) -> dict[str, Any]:
+    """Upload source folders to the cluster; return the runtime_env of an actor that imports them.
+
+    Ray does this itself only in ray.init(), for all actors alike, and here the folders are known later; so its private function
+    is called (tried with 2.60). Newer ones want to be told whether files that .gitignore names are left out."""
+    from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
+
+    options: dict[str, Any] = {}
+    if "include_gitignore" in inspect.signature(upload_py_modules_if_needed).parameters:
+        options["include_gitignore"] = True
+    with tempfile.TemporaryDirectory() as folder:
+        return upload_py_modules_if_needed({"py_modules": sorted(packages)}, scratch_dir=folder, **options)
 
 
 class Actor:

@@ -225,7 +225,7 @@ class RayIterator(_BaseDataLoaderIter):
             raise RuntimeError(f"DataLoader over Ray: {fields[0]}")
         if verb == "lost":
             self._started.discard(fields[0])
-            self._warn_of_loss(*fields)
+            self._warn_once_of_lost_worker(*fields)
             return
         number, data = fields
         if number not in current_pass.requested:  # requested from a worker that had no more
@@ -240,7 +240,7 @@ class RayIterator(_BaseDataLoaderIter):
         else:
             current_pass.arrived[number] = data
 
-    def _warn_of_loss(self, worker: int, reason: str) -> None:
+    def _warn_once_of_lost_worker(self, worker: int, reason: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             consequence = ""

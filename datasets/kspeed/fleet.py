@@ -14,6 +14,7 @@ module, and only inside a function, because pymemcache is an optional package.
 
 import functools
 import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Callable, Optional
 
 from pymemcache.client.base import Client
@@ -65,11 +66,12 @@ class ServerConnection(Client):
         self.login = login
         self.too_large = too_large
 
-    def get_many(self, keys: object, seals: Any) -> dict[str, Any]:
+    def get_many(self, keys: Sequence[str], seals: Mapping[str, bytes]) -> dict[str, Any]:
         """Return {key: sample} of the samples that are there and undamaged. `seals`: {key: secret for its checksum}."""
-        self.socket_module.begin()
+        self.socket_module.begin()  # the time for the whole operation
+        answers = self._call(super().get_many, keys) or {}  # None after an error
         samples = {}
-        for key, (header, content) in (self._call(super().get_many, keys) or {}).items():
+        for key, (header, content) in answers.items():
             if self.values.is_valid(header, seals[key], content):
                 samples[key] = content
             else:

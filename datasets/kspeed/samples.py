@@ -24,7 +24,9 @@ UNREADABLE = "unreadable"
 def open_cache(
     iplist: Addresses = None, user: Optional[str] = None, password: Optional[str] = None, deadline: float = 0.05
 ) -> SampleCache:
-    """Return the cache on these servers. KSPEED_IPLIST and, for a user, KSPEED_PASSWORD stand in for missing arguments."""
+    """Return the cache on these servers; UserError if the user has no password. `deadline`: seconds for one get or set.
+
+    KSPEED_IPLIST and, for a user, KSPEED_PASSWORD stand in for missing arguments."""
     if user and not password:
         password = os.environ.get("KSPEED_PASSWORD")
         if not password:

@@ -277,7 +277,7 @@ class _Progress:
 
     def report_if_due(self) -> None:
         """Print the line if ten seconds have passed since the last one."""
-        if not self._waiting.takes_line():
+        if not self._waiting.claim_line():
             return
         kept = [shard for shard in self._shards if not shard.is_passing]
         if all(shard.is_whole for shard in kept):

@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 from common.errors import one_line
 from common.progress import warn
@@ -57,7 +57,7 @@ def _report_once(name: str, messages: list[str], report: Callable[[str], None]) 
 # --- Pillow ------------------------------------------------------------------------------------------------------------
 
 
-def _listen_to_warnings():
+def _listen_to_warnings() -> None:
     """Direct Python's warnings to _show(); called for each picture, because the end of a catch_warnings() block undoes it."""
     global _default_handler
     if warnings.showwarning is not _show:
@@ -92,16 +92,21 @@ def listen_to_libtiff() -> None:
         return
     for set_handler in set_handlers:
         set_handler.restype = ctypes.c_void_p
-        set_handler(_FROM_LIBTIFF)
+        set_handler(_LIBTIFF_HANDLER)
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
-def _FROM_LIBTIFF(module: Any, text: Any, values: Any) -> None:
+def _receive_from_libtiff(module: Optional[bytes], text_format: bytes, values: int) -> None:
+    """Keep a message of libtiff for the picture that this thread decodes, or else print it. `values`: a va_list of C, of
+    what belongs into the format."""
     buffer = ctypes.create_string_buffer(LONGEST)
-    ctypes.CDLL(None).vsnprintf(buffer, LONGEST, text, ctypes.c_void_p(values))
+    ctypes.CDLL(None).vsnprintf(buffer, LONGEST, text_format, ctypes.c_void_p(values))
     message = f"{(module or b'libtiff').decode(errors='replace')}: {buffer.value.decode(errors='replace')}"
     messages = getattr(_THREAD, "messages", None)
     if messages is None:
         print(message, file=sys.stderr)
     else:
         messages.append(message)
+
+
+# libtiff's TIFFErrorHandler. It is kept here, as libtiff holds no reference to it.
+_LIBTIFF_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)(_receive_from_libtiff)

@@ -145,43 +145,83 @@ def is_tiled(content: bytes) -> bool:
     return content[2:4] == b"\xff\xe9" and content[6 : 6 + len(NAME)] == NAME
 
 
-def cut_out(content: bytes, box: tuple[int, int, int, int]) -> tuple[bytes, tuple[int, int, int, int]]:
-    """Return (JPEG of the tiles that the box needs, the box's place in that JPEG); ValueError if a checksum differs."""
-    checksum, sof, data, rows, columns, tile_height, tile_width = PLACES.unpack_from(content, BEGIN)
-    table_begin = BEGIN + PLACES.size
-    end = table_begin + 4 * rows + 2 * rows * columns
-    table = PLACES.pack(0, sof, data, rows, columns, tile_height, tile_width) + content[table_begin:end]
-    if crc32(content[end:data], crc32(table)) != checksum:
-        raise ValueError("its header is damaged")
-    height, width = struct.unpack_from(">HH", content, sof + 5)
-    checksums = np.frombuffer(content, "<u4", rows, table_begin)
-    lengths = np.frombuffer(content, "<u2", rows * columns, table_begin + 4 * rows).astype(np.int64) + 2
-    ends = (data + np.cumsum(lengths)).reshape(rows, columns)
-    lengths = lengths.reshape(rows, columns)
+Box = tuple[int, int, int, int]  # top, left, bottom, right, in pixels
 
-    top, left, bottom, right = box  # and a pixel around it, from which colours are interpolated
-    first_row = max(0, (top - 1) // tile_height)
-    end_row = min(rows, bottom // tile_height + 1)
-    first_column = max(0, (left - 1) // tile_width)
-    end_column = min(columns, right // tile_width + 1)
+
+class _Table(NamedTuple):
+    """The table in front of a tiled JPEG, and what follows from it. Places are numbers of bytes from the file's begin."""
+
+    end: int  # where the JPEG's own header goes on behind the table
+    sof: int  # where the frame header is, which states the size
+    data: int  # where the first tile is
+    tile_height: int
+    tile_width: int
+    row_checksums: np.ndarray  # (rows,)
+    begins: np.ndarray  # (rows, columns): where each tile begins
+    ends: np.ndarray  # (rows, columns): where it ends
+
+
+def cut_out(content: bytes, box: Box) -> tuple[bytes, Box]:
+    """Return (JPEG of the tiles that the box needs, the box's place in that JPEG); ValueError if a checksum differs."""
+    table = _read_table(content)
+    rows, columns = table.ends.shape
+    top, left, bottom, right = box
+    # One pixel more on each side, from which colours are interpolated.
+    first_row = max(0, (top - 1) // table.tile_height)
+    end_row = min(rows, bottom // table.tile_height + 1)
+    first_column = max(0, (left - 1) // table.tile_width)
+    end_column = min(columns, right // table.tile_width + 1)
     if first_column == columns - 1 and first_column:
         first_column -= 1  # the last one may be so narrow that libjpeg would interpolate its colours in another way
+    _check_rows(content, table, first_row, end_row)
+    joined = _joined(content, table, slice(first_row, end_row), slice(first_column, end_column))
+    first_y = first_row * table.tile_height
+    first_x = first_column * table.tile_width
+    return joined, (top - first_y, left - first_x, bottom - first_y, right - first_x)
+
+
+def _read_table(content: bytes) -> _Table:
+    """Return the table of a tiled JPEG; ValueError if its header is damaged."""
+    checksum, sof, data, rows, columns, tile_height, tile_width = PLACES.unpack_from(content, BEGIN)
+    begin = BEGIN + PLACES.size
+    lengths_begin = begin + 4 * rows
+    end = lengths_begin + 2 * rows * columns
+    without_checksum = PLACES.pack(0, sof, data, rows, columns, tile_height, tile_width) + content[begin:end]
+    if crc32(content[end:data], crc32(without_checksum)) != checksum:
+        raise ValueError("its header is damaged")
+    row_checksums = np.frombuffer(content, "<u4", rows, begin)
+    lengths = np.frombuffer(content, "<u2", rows * columns, lengths_begin).astype(np.int64) + 2  # with the marker
+    ends = data + np.cumsum(lengths)
+    begins = ends - lengths
+    shape = (rows, columns)
+    return _Table(end, sof, data, tile_height, tile_width, row_checksums, begins.reshape(shape), ends.reshape(shape))
+
+
+def _check_rows(content: bytes, table: _Table, first_row: int, end_row: int) -> None:
+    """Raise ValueError if one of these rows of tiles is damaged."""
     view = memoryview(content)
-    row_ends = ends[first_row:end_row, -1].tolist()
-    row_begins = [data if first_row == 0 else int(ends[first_row - 1, -1]), *row_ends[:-1]]
-    for begin, stop, expected in zip(row_begins, row_ends, checksums[first_row:end_row].tolist()):
-        if crc32(view[begin:stop]) != expected:
+    rows = slice(first_row, end_row)
+    begins = table.begins[rows, 0].tolist()
+    ends = table.ends[rows, -1].tolist()
+    for begin, end, expected in zip(begins, ends, table.row_checksums[rows].tolist()):
+        if crc32(view[begin:end]) != expected:
             raise ValueError("a row of its tiles is damaged")
 
-    first_y = first_row * tile_height
-    first_x = first_column * tile_width
-    size = struct.pack(">HH", min(height, end_row * tile_height) - first_y, min(width, end_column * tile_width) - first_x)
-    head = [b"\xff\xd8", view[end : sof + 5], size, view[sof + 9 : data]]
-    begins = (ends[first_row:end_row, first_column] - lengths[first_row:end_row, first_column]).tolist()
-    stops = ends[first_row:end_row, end_column - 1].tolist()
-    joined = bytearray().join([*head, *(view[begin:stop] for begin, stop in zip(begins, stops))])
-    marks = np.cumsum(lengths[first_row:end_row, first_column:end_column].ravel())
-    codes = np.frombuffer(joined, np.uint8)[len(joined) - int(marks[-1]) :]
-    codes[marks - 1] = 0xD0 + (np.arange(len(marks)) & 7)  # restart markers are numbered from 0 again
+
+def _joined(content: bytes, table: _Table, rows: slice, columns: slice) -> bytes:
+    """Return the JPEG of these tiles: the header with their size, and their data with the markers numbered anew."""
+    view = memoryview(content)
+    height, width = struct.unpack_from(">HH", content, table.sof + 5)
+    pixels_high = min(height, rows.stop * table.tile_height) - rows.start * table.tile_height
+    pixels_wide = min(width, columns.stop * table.tile_width) - columns.start * table.tile_width
+    size = struct.pack(">HH", pixels_high, pixels_wide)
+    head = [b"\xff\xd8", view[table.end : table.sof + 5], size, view[table.sof + 9 : table.data]]
+    begins = table.begins[rows, columns]
+    ends = table.ends[rows, columns]
+    row_data = [view[begin:end] for begin, end in zip(begins[:, 0].tolist(), ends[:, -1].tolist())]
+    joined = bytearray().join([*head, *row_data])
+    marker_ends = np.cumsum((ends - begins).ravel())  # in the data: each tile ends with its marker
+    codes = np.frombuffer(joined, np.uint8)[len(joined) - int(marker_ends[-1]) :]
+    codes[marker_ends - 1] = 0xD0 + (np.arange(len(marker_ends)) & 7)  # restart markers are numbered from 0 again
     codes[-1] = 0xD9
-    return bytes(joined), (top - first_y, left - first_x, bottom - first_y, right - first_x)
+    return bytes(joined)

@@ -6,7 +6,6 @@ loader uses the same decoder for it. An index keeps the verdicts and sizes. It i
 was left out, has changed.
 """
 
-import collections
 import dataclasses
 import hashlib
 import io
@@ -15,7 +14,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, TYPE_CHECKING, Any, Callable, ClassVar, Union
+from typing import IO, TYPE_CHECKING, Any, Callable, ClassVar, NamedTuple, Optional, Union
 
 import numpy as np
 
@@ -42,6 +41,9 @@ SPECIAL = 1
 BY_NAME = "named "  # begins the reason for a file that is not named like a picture
 
 Verdict = Union[str, tuple[int, int, int]]  # why a file is left out; or (GOOD or SPECIAL, width, height)
+JudgeFile = Callable[[str], Verdict]
+# list_files(other_files) returns [(label, path)], and adds to `other_files` what it leaves out, by extension.
+ListFiles = Callable[[dict[str, list[str]]], list[tuple[int, str]]]
 
 
 @dataclasses.dataclass
@@ -130,31 +132,36 @@ def load(folder: str, index_folder: str = INPUT_DIR) -> Tree:
     classes = files.classes(folder)
 
     def list_images(other_files: dict[str, list[str]]) -> list[tuple[int, str]]:
-        return [
-            (number, name) for number, label in enumerate(classes) for name in files.images_below(folder, label, other_files)
-        ]
+        images = []
+        for label, class_name in enumerate(classes):
+            images += [(label, name) for name in files.images_below(folder, class_name, other_files)]
+        return images
 
-    return indexed(folder, folder, list(classes), list(classes.items()), list_images, index_folder)
+    state = list(classes.items())  # with the times at which the folders of the classes were changed
+    return indexed(
+        source=folder,
+        folder=folder,
+        classes=list(classes),
+        state=state,
+        list_files=list_images,
+        index_folder=index_folder,
+    )
 
 
 # --- The index ---------------------------------------------------------------------------------------------------------
 
 
 def indexed(
-    source: str, folder: str, classes: list[str], state: object,
-    list_files: Callable[[dict[str, list[str]]], list[tuple[int, str]]], index_folder: str,
-    judge_file: Callable[[str], Verdict] = lambda path: judge(path),
+    source: str, folder: str, classes: list[str], state: object, list_files: ListFiles, index_folder: str,
+    judge_file: JudgeFile = lambda path: judge(path),
 ) -> Tree:  # fmt: skip
-    """Return the tree of the files below `folder` that list_files(other_files) returns as (label, path).
-
-    It is read from the index of `source`, which is made once per node if it is missing or of another `state`.
-    list_files() adds what it leaves out to `other_files`, by extension.
-    """
+    """Return the tree of the files below `folder` that list_files() names. It is read from the index of `source`, which is
+    made once per node if it is missing or of another `state`."""
     signature = _signature(folder, state)
     name = hashlib.sha256(os.fsencode(os.path.realpath(source))).hexdigest()[:16]
     path = os.path.join(index_folder, "index", f"{name}.npz")
 
-    def read_tree() -> Any:
+    def read_tree() -> Optional[Tree]:
         return _read(path, folder, classes, signature)
 
     once.once_per_node(path, lambda lease: read_tree() or _write(path, folder, signature, list_files, judge_file, lease))
@@ -168,7 +175,7 @@ def _signature(folder: str, state: object) -> str:
     return json.dumps([FORMAT, os.path.realpath(folder), files.MOST_PIXELS, state])
 
 
-def _read(path: str, folder: str, classes: list[str], signature: str) -> Any:
+def _read(path: str, folder: str, classes: list[str], signature: str) -> Optional[Tree]:
     """Return the tree, or None where the index is missing, damaged, or of another state of the folder."""
     try:
         with np.load(path, allow_pickle=False) as stored:
@@ -185,37 +192,61 @@ def _read(path: str, folder: str, classes: list[str], signature: str) -> Any:
     return Tree(folder, classes, names, left_out=left_out, **arrays)
 
 
-def _write(path: str, folder: str, signature: str, list_files: Callable[..., Any], judge_file: Any, lease: Any) -> None:
+class _Judged(NamedTuple):
+    """What came of judging all files of a folder."""
+
+    rows: list[tuple]  # (name, label, GOOD or SPECIAL, width, height) of each that can be read
+    left_out: dict[str, list[str]]  # {reason: the files that were left out for it}
+    mtimes: dict[str, int]  # {file that was left out for its content: when it was changed, in ns}
+
+
+def _write(path: str, folder: str, signature: str, list_files: ListFiles, judge_file: JudgeFile, lease: once.Lease) -> None:
     """Judge all files, and write the index; UserError if none of them can be read."""
+    judged = _judge_all(folder, list_files, judge_file, lease)
+    if not judged.rows:
+        reasons = ", ".join(f"{reason}: {len(names)}" for reason, names in judged.left_out.items())
+        raise UserError(f"{folder} holds no image that can be read ({reasons or 'no file has the extension of one'})")
+    names, labels, special, widths, heights = zip(*judged.rows)
+    mtimes = [judged.mtimes[name] for name in _judged_names(judged.left_out)]
+    stored = {
+        "signature": _bytes(signature),
+        "names": _bytes("\0".join(names)),
+        "left_out": _bytes(json.dumps(judged.left_out)),
+        "changed": np.array(mtimes, np.int64),
+        "labels": np.array(labels, np.int64),
+        "special": np.array(special, bool),
+        "widths": np.array(widths, np.int32),
+        "heights": np.array(heights, np.int32),
+    }
+    content = io.BytesIO()
+    np.savez(content, **stored)
+    write_atomically(path, content.getbuffer())
+
+
+def _judge_all(folder: str, list_files: ListFiles, judge_file: JudgeFile, lease: once.Lease) -> _Judged:
+    """Judge the files of a folder in threads, with a bar, and tell the processes that wait how far it is."""
     other_files: dict[str, list[str]] = {}
     entries = list_files(other_files)
-    rows = []
-    left_out = collections.defaultdict(list)
-    mtimes = {}
+    judged = _Judged(rows=[], left_out={}, mtimes={})
     for ending, other_names in other_files.items():
-        left_out[f"{BY_NAME}{ending or 'without an extension'}"] = other_names
+        judged.left_out[f"{BY_NAME}{ending or 'without an extension'}"] = other_names
+
+    def judge_at(name: str) -> tuple[int, Verdict]:
+        path = os.path.join(folder, name)
+        mtime = mtime_ns(path)  # before the file is read: a change meanwhile is a later one
+        return mtime, judge_file(path)
+
     progress = Progress(f"indexing {folder}", len(entries), "images", tell=lease.tell)
     with ThreadPoolExecutor(THREADS) as pool, progress:
-        paths = (os.path.join(folder, name) for _, name in entries)
-        verdicts = pool.map(lambda path: (mtime_ns(path), judge_file(path)), paths)  # the time is read before the file
+        verdicts = pool.map(judge_at, (name for _, name in entries))
         for (label, name), (mtime, verdict) in zip(entries, verdicts):
             if isinstance(verdict, str):
-                left_out[verdict].append(name)
-                mtimes[name] = mtime
+                judged.left_out.setdefault(verdict, []).append(name)
+                judged.mtimes[name] = mtime
             else:
-                rows.append((name, label, *verdict))
+                judged.rows.append((name, label, *verdict))
             progress.add(1)
-    if not rows:
-        reasons = ", ".join(f"{reason}: {len(names)}" for reason, names in left_out.items())
-        raise UserError(f"{folder} holds no image that can be read ({reasons or 'no file has the extension of one'})")
-    names, labels, special, widths, heights = zip(*rows)
-    stored = {
-        "signature": _bytes(signature), "names": _bytes("\0".join(names)), "left_out": _bytes(json.dumps(left_out)),
-        "changed": np.array([mtimes[name] for name in _judged_names(left_out)], np.int64), "labels": np.array(labels, np.int64),
-        "special": np.array(special, bool), "widths": np.array(widths, np.int32), "heights": np.array(heights, np.int32),
-    }  # fmt: skip
-    np.savez(content := io.BytesIO(), **stored)
-    write_atomically(path, content.getbuffer())
+    return judged
 
 
 def _judged_names(left_out: dict[str, list[str]]) -> list[str]:

@@ -14,7 +14,7 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 
@@ -81,9 +81,9 @@ def index(
                 examples.setdefault(label, f"{shard}:{name}")
     if not examples:
         raise UserError(f"{one_line(place)} has no picture with a class: each needs KEY.cls, KEY.json or a folder in its name")
-    classes, numbers = labels.number_classes(examples, classes, place)
+    classes, class_of = labels.number_classes(examples, classes, place)
     parts = {
-        split: _packed_split(place, [indexed[name] for name in shard_names], classes, numbers)
+        split: _packed_split(place, [indexed[name] for name in shard_names], classes, class_of)
         for split, shard_names in names.items()
     }
     if "val" not in parts:
@@ -235,12 +235,54 @@ def _label_in(member: str, kind: str, content: bytes) -> Optional[labels.Label]:
 # --- All shards together -----------------------------------------------------------------------------------------------
 
 
-def _packed_split(place: str, shards: list[IndexedShard], classes: Any, numbers: Any) -> packed.Packed:
-    """Return the samples of a split, by class and name, from its shards; UserError if they have none."""
+class _Sample(NamedTuple):
+    """A picture with a class. All fields but its name are arrays of the index, under these names (packed.PER_SAMPLE)."""
+
+    labels: int
+    name: str
+    shard: int
+    offset: int
+    length: int
+    checksum: int
+    special: int
+    widths: int
+    heights: int
+
+
+def _packed_split(
+    place: str, shards: list[IndexedShard], classes: list[str], class_of: dict[labels.Label, int]
+) -> packed.Packed:
+    """Return the samples of a split, sorted by class and name, from its shards; UserError if they have none."""
+    samples, left_out = _samples_of(shards, class_of)
+    if not samples:
+        first_name = one_line(shards[0].name)
+        raise UserError(f"{one_line(place)} has no picture with a class in {first_name} and the others like it")
+    samples.sort(key=lambda sample: (sample.labels, os.path.split(sample.name)))
+    columns = dict(zip(_Sample._fields, zip(*samples)))
+    names = list(columns.pop("name"))
+    arrays = {name: np.array(values, packed.PER_SAMPLE[name]) for name, values in columns.items()}
+    return packed.Packed(
+        place,
+        classes,
+        names,
+        **arrays,
+        left_out=left_out,
+        shards=[{"name": shard.name, "size": shard.size, "sha256": shard.sha256} for shard in shards],
+        identity="",
+        form="original",
+        stored_widths=arrays["widths"],
+        stored_heights=arrays["heights"],
+        number=np.arange(len(names)),
+        arrival=None,
+    )
+
+
+def _samples_of(shards: list[IndexedShard], class_of: dict[labels.Label, int]) -> tuple[list[_Sample], dict[str, list[str]]]:
+    """Return (samples, {reason: names of the pictures left out for it}) of these shards."""
+    samples = []
     left_out = defaultdict(list)
-    rows = []
     taken = set()
-    for number, shard in enumerate(shards):
+    for shard_index, shard in enumerate(shards):
         for label, name, begin, length, checksum, verdict in shard.rows:
             if name in taken:  # keys may begin anew in each shard
                 name = f"{shard.name[:-4]}/{name}"
@@ -250,20 +292,8 @@ def _packed_split(place: str, shards: list[IndexedShard], classes: Any, numbers:
             elif label is None:
                 left_out["without a label"].append(name)
             else:
-                rows.append((numbers[label], name, number, begin, length, checksum, *verdict))
-    if not rows:
-        first_name = one_line(shards[0].name)
-        raise UserError(f"{one_line(place)} has no picture with a class in {first_name} and the others like it")
-    rows.sort(key=lambda row: (row[0], os.path.split(row[1])))
-    order = ("labels", "names", "shard", "offset", "length", "checksum", "special", "widths", "heights")
-    columns = dict(zip(order, zip(*rows)))
-    names = list(columns.pop("names"))
-    arrays = {name: np.array(values, packed.PER_SAMPLE[name]) for name, values in columns.items()}
-    about = [{"name": shard.name, "size": shard.size, "sha256": shard.sha256} for shard in shards]
-    return packed.Packed(
-        place, classes, names, **arrays, left_out=dict(left_out), shards=about, identity="", form="original",
-        stored_widths=arrays["widths"], stored_heights=arrays["heights"], number=np.arange(len(names)), arrival=None,
-    )  # fmt: skip
+                samples.append(_Sample(class_of[label], name, shard_index, begin, length, checksum, *verdict))
+    return samples, dict(left_out)
 
 
 def _write(folder: str, split: str, samples: Any) -> None:

@@ -101,11 +101,15 @@ def _require_keys(value: object, path: str, field: str = "", in_items: bool = Fa
 
 
 def merged(value: Any, change: Any, field: str = "") -> Any:
-    """Return `value`, the content of the field `field`, with the patch `change` applied to it."""
+    """Return `value`, the content of the field `field`, with the patch `change` applied to it; null takes a field away."""
     if isinstance(change, dict):
-        old = value if isinstance(value, dict) else {}
-        names = [name for name in {**old, **change} if change.get(name, "") is not None]
-        return {name: merged(old.get(name), change[name], name) if name in change else old[name] for name in names}
+        result = dict(value) if isinstance(value, dict) else {}
+        for name, inner_change in change.items():
+            if inner_change is None:
+                result.pop(name, None)
+            else:
+                result[name] = merged(result.get(name), inner_change, name)
+        return result
     if isinstance(change, list) and field in KEYS:
         return _merged_items(value or [], change, KEYS[field])
     return change

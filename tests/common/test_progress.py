@@ -109,6 +109,6 @@ def test_a_wait_takes_a_line_every_ten_seconds(clock):
     taken = []
     for _ in range(25):
         clock[0] += 1
-        if waiting.takes_line():
+        if waiting.claim_line():
             taken.append(waiting.seconds)
     assert taken == [10, 20]

@@ -358,7 +358,7 @@ def take_a_step(told, now, waiting, computing):
 
 def test_the_clock_adds_up_each_phase_between_two_lines_of_the_log(now):
     told, trained = clock.Clock(), 0
-    told.begin_lap()
+    told.begin_epoch()
     for number in range(4):
         take_a_step(told, now, 0.75, 1.0)
         told.add_transfer(0.25, overlaps=False)  # of the time that was taken for waiting
@@ -392,7 +392,7 @@ def test_a_line_of_the_log_is_due_after_the_first_step_of_an_epoch_then_after_so
         if due[-1]:
             told.lap()
     assert due == [True, False, False, True, False, False, True]
-    told.begin_lap()
+    told.begin_epoch()
     assert told.count_step(8, 64)
     told = clock.Clock()
     assert told.count_step(8, 8) and told.lap() and not told.count_step(8, 16)

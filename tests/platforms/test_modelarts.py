@@ -365,7 +365,7 @@ def test_a_start_after_one_that_was_killed_says_so(tmp_path):
 def test_fewer_gpus_than_promised_are_a_warning_with_both_numbers(seen, promised, warned, monkeypatch):
     monkeypatch.setattr(devices.choice, "count", lambda: seen)
     here = World("modelarts", "", "node", 0, 2, 0, 8, 0, 16, gpus_promised=promised)
-    said = devices.fewer_than_promised(types.SimpleNamespace(world=here, enable_gpu=None))
+    said = devices.idle_devices_warning(types.SimpleNamespace(world=here, enable_gpu=None))
     assert said == ("torch sees 7 of the 8 GPUs that modelarts says this node has: the others are idle" if warned else None)
 
 

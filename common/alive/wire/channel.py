@@ -129,7 +129,8 @@ class Connection:
         self._longest = LONGEST_MESSAGE
 
     def wait(self, seconds: float) -> list[dict]:
-        """Wait for the next messages and return them; raise ConnectionLost after `seconds`, or if the connection is closed."""
+        """Wait for the next messages and return them, unchecked (checked()); raise ConnectionLost after `seconds`, or if the
+        connection is closed."""
         deadline = time.monotonic() + seconds
         while self.readable(deadline - time.monotonic()):
             if received := self.receive():
@@ -138,12 +139,13 @@ class Connection:
 
     def readable(self, seconds: float) -> bool:
         """Whether data, or the end of the connection, can be received within `seconds`."""
-        poll = select.poll()  # select() knows no descriptor above 1023
-        poll.register(self, select.POLLIN)
-        return bool(poll.poll(max(0.0, seconds) * 1000))
+        poller = select.poll()  # select() knows no descriptor above 1023
+        poller.register(self, select.POLLIN)
+        return bool(poller.poll(max(0.0, seconds) * 1000))
 
     def poll(self, seconds: float) -> list[tuple]:
-        """Wait up to `seconds`; return [(0, message), ...], empty if none came, or [(0, None)] if the other end is lost."""
+        """Wait up to `seconds`, as Hub.poll() does: return [(0, message), ...], where 0 is the node at the other end, and
+        each message is checked; [] if none came; [(0, None)] if that node is lost."""
         try:
             if self.readable(seconds):
                 return [(0, checked(message)) for message in self.receive()]
@@ -181,7 +183,7 @@ def connect(address: str, port: int, seconds: float, say: Callable) -> socket.so
             if waiting.seconds >= seconds:
                 hint = "see that the job has been started there, too, and that this port is open"
                 raise UserError(f"{node_0} did not answer within {seconds:.0f} s: {one_line(error)}; {hint}") from None
-            if waiting.takes_line():
+            if waiting.claim_line():
                 say(f"waiting for {node_0}, {waiting.seconds:.0f} s: {one_line(error)}")
             time.sleep(0.2)
 

@@ -46,9 +46,10 @@ class Hub:
         self, listener: socket.socket, hello: dict, say: Callable, key: bytes = b"",
         stays_open: bool = False, greet: Optional[Callable[[dict, bool], None]] = None,
     ):  # fmt: skip
-        """`hello`: what this node tells of itself; `say`: prints a log line; `stays_open`: nodes may also join after meet().
-        `greet(hello, complete)`: is told what each node of this job tells of itself, and whether all nodes had joined before;
-        it raises ConnectionLost to refuse the node, or another error, which ends meet()."""
+        """`hello`: what this node tells of itself; `say`: prints a log line; `key`: the job's secret (secret.py);
+        `stays_open`: nodes may also join after meet(). `greet(hello, complete)`: is told what each node of this job tells
+        of itself, and whether all nodes had joined before; it raises ConnectionLost to refuse the node, or another error,
+        which ends meet()."""
         self._hello = hello
         self._say = say
         self._key = key
@@ -58,11 +59,11 @@ class Hub:
         self.hellos: dict[int, dict] = {}  # of each node that has ever joined; "ahead": seconds that its clock is ahead
         # {connection: (since when it is connected, the nonce that it was sent)}
         self._strangers: dict[Connection, tuple[float, str]] = {}
-        self._refused: collections.Counter = collections.Counter()
-        self._last_count = -math.inf
+        self._refused: collections.Counter = collections.Counter()  # {why, as _refuse() has it: how many connections}
+        self._counted_at = -math.inf  # when the log last had a line of them
         self._complete = False  # whether all nodes have joined; further ones are then refused, unless `stays_open`
         self._listener = listener
-        self._pause = 0.0
+        self._accepts_again_at = 0.0  # 0: no pause
         listener.setblocking(False)
         listener.listen(4096)
         _reserve_descriptors(2 * hello["nodes"] + STRANGERS)
@@ -84,11 +85,11 @@ class Hub:
                 last_beat = now
                 self.send(beat=True)
             if len(self.connections) == nodes - 1:
-                break
-            if waiting.takes_line():
+                break  # the last one has joined by this poll(): it is not too late, whatever the time
+            if waiting.claim_line():
                 self._say(f"waiting for {self._describe_missing()}, {waiting.seconds:.0f} s")
             if waiting.seconds >= seconds:
-                self._refuse_all(f"{self._describe_missing()} did not come within {seconds:.0f} s")
+                raise self._ending(f"{self._describe_missing()} did not come within {seconds:.0f} s")
         self._complete = True
 
     def _describe_missing(self):
@@ -102,7 +103,7 @@ class Hub:
     def poll(self, seconds: float) -> list[tuple]:
         """Wait up to `seconds`; return [(node, message)]. A message of None means that the node is lost."""
         received = []
-        for key, _ in self._selector.select(min(seconds, PAUSE_SECONDS) if self._pause else seconds):
+        for key, _ in self._selector.select(min(seconds, PAUSE_SECONDS) if self._accepts_again_at else seconds):
             connection: Any = key.fileobj
             if connection is self._listener:
                 self._accept()
@@ -123,8 +124,8 @@ class Hub:
             if now - since <= STRANGER_SECONDS:
                 break  # the others in this dict came later
             self._refuse(connection, "said nothing in time")
-        if self._pause and now > self._pause:
-            self._pause = 0.0
+        if self._accepts_again_at and now > self._accepts_again_at:
+            self._accepts_again_at = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)
         self._count_strangers(now)
         return received
@@ -177,8 +178,8 @@ class Hub:
         """Close the oldest connection without proof, as descriptors are lacking; if there is none, pause accepting others."""
         if self._strangers:
             self._refuse(next(iter(self._strangers)), "made room for others")
-        elif not self._pause:
-            self._pause = time.monotonic() + PAUSE_SECONDS
+        elif not self._accepts_again_at:
+            self._accepts_again_at = time.monotonic() + PAUSE_SECONDS
             self._selector.unregister(self._listener)
 
     def _hear_stranger(self, connection: Connection) -> None:
@@ -199,6 +200,7 @@ class Hub:
                 self._refuse(connection, "sent something else")
 
     def _examine(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Check a stranger's proof, and prove to it that this node has the secret, too; ConnectionLost if it has not."""
         if not PROOF(message):
             raise ConnectionLost(NOT_OURS)
         nonces = self._strangers[connection][1], message["nonce"]
@@ -208,18 +210,18 @@ class Hub:
         connection.trust()
 
     def _introduce(self, connection: Connection, hello: dict[str, Any]) -> None:
-        """Accept or refuse the node that sent this `hello`. Until all nodes have come, UserError may be raised."""
+        """Accept the node that sent this `hello`, or refuse it. UserError if it does not fit while nodes still meet: it may
+        be the right one, and those that came before it the wrong ones."""
         if not HELLO(hello):
             raise ConnectionLost(NOT_OURS)
         own_hello = self._hello
-        node = hello["node"]
         host = one_line(hello["host"])[:80]
         if hello["app"] != own_hello["app"] or hello["job"] != own_hello["job"]:
             owner = f"{own_hello['job']!r} on {own_hello['host']}"
             connection.tell(refused=f"this port belongs to another job, {owner}; give yours another port")
             self._refuse(connection, f"belong to job {one_line(hello['job'])[:80]!r}, as that on host {host}")
             return
-        if self._greet:
+        if self._greet:  # before the node is refused, as it may have to be sent to another leader
             self._greet(hello, self._complete)
         if self._complete and not self._stays_open:
             connection.tell(
@@ -227,31 +229,40 @@ class Hub:
             )
             self._refuse(connection, "came when all nodes were there")
             return
-        if node >= own_hello["nodes"]:
-            claim = f"host {host} says it is node {node} of {hello['nodes']}"
-            world_size = f"host {own_hello['host']} has a world size of {own_hello['nodes']} nodes"
-            self._refuse_all(f"{claim}, but {world_size}", connection)
+        fault = self._fault_of(hello, host)
+        if fault and not self._complete:
+            raise self._ending(fault, connection)
+        if fault:
+            connection.tell(refused=fault)
+            self._refuse(connection, "differed from the others")
             return
-        if node == own_hello["node"] or node in self.connections:
-            first_host = own_hello["host"] if node == own_hello["node"] else self.hellos[node]["host"]
-            self._refuse_all(f"duplicate rank: host {first_host} and host {host} both say they are node {node}", connection)
-            return
-        for name, value in own_hello["alike"].items():
-            their_value = hello["alike"].get(name)
-            if their_value != value:
-                our_part, their_part = naming.first_difference(str(value), one_line(their_value))
-                their_place = f"{their_part[:200]} on node {node} (host {host})"
-                self._refuse_all(
-                    f"{name} differs: {our_part} on node {own_hello['node']} (host {own_hello['host']}), {their_place}",
-                    connection,
-                )
-                return
+        node = hello["node"]
         del self._strangers[connection]
         connection.node = node
         self.connections[node] = connection
         self.hellos[node] = {**hello, "host": host, "ahead": hello["clock"] - time.time()}
 
+    def _fault_of(self, hello: dict[str, Any], host: str) -> Optional[str]:
+        """Return why a node of this job cannot join: its number, or a value that all nodes must have alike."""
+        own_hello = self._hello
+        own_host = own_hello["host"]
+        node = hello["node"]
+        if node >= own_hello["nodes"]:
+            claim = f"host {host} says it is node {node} of {hello['nodes']}"
+            return f"{claim}, but host {own_host} has a world size of {own_hello['nodes']} nodes"
+        if node == own_hello["node"] or node in self.connections:
+            first_host = own_host if node == own_hello["node"] else self.hellos[node]["host"]
+            return f"duplicate rank: host {first_host} and host {host} both say they are node {node}"
+        for name, value in own_hello["alike"].items():
+            their_value = hello["alike"].get(name)
+            if their_value != value:
+                our_part, their_part = naming.first_difference(str(value), one_line(their_value))
+                our_place = f"{our_part} on node {own_hello['node']} (host {own_host})"
+                return f"{name} differs: {our_place}, {their_part[:200]} on node {node} (host {host})"
+        return None
+
     def _refuse(self, connection: Connection, why: str) -> None:
+        """Close a connection, and count it. `why` completes a line such as "3 connections: 2 said nothing in time"."""
         if why not in self._refused and len(self._refused) >= 20:
             why = "of other kinds"
         self._refused[why] += 1
@@ -264,25 +275,19 @@ class Hub:
         connection.close()
 
     def _count_strangers(self, now: float) -> None:
-        if self._refused and now - self._last_count >= STRANGERS_LINE_SECONDS:
-            self._last_count = now
+        """Say how many connections were refused, and why, if there are any and the last such line is long ago."""
+        if self._refused and now - self._counted_at >= STRANGERS_LINE_SECONDS:
+            self._counted_at = now
             kinds = ", ".join(f"{total} {why}" for why, total in self._refused.most_common(5))
             total = sum(self._refused.values())
             self._say(f"closed {count(total, 'connection')} that did not prove to belong to this job: {kinds}"[:500])
             self._refused.clear()
 
-    def _refuse_all(self, why: str, newcomer: Optional[Connection] = None) -> None:
-        """Tell all nodes that they are refused, and raise UserError; once all have joined, refuse only the newcomer."""
-        if newcomer and self._complete:
-            newcomer.tell(refused=why)
-            self._refuse(newcomer, "did not fit to the others")
-            return
-        refused = list(self.connections.values())
-        if newcomer:
-            refused.append(newcomer)
-        for connection in refused:
-            connection.tell(refused=why)
-        raise UserError(why)
+    def _ending(self, reason: str, *newcomers: Connection) -> UserError:
+        """Tell all nodes that have joined, and these, that the job ends; return the error to raise."""
+        for connection in [*self.connections.values(), *newcomers]:
+            connection.tell(refused=reason)
+        return UserError(reason)
 
 
 def listen(port: int) -> socket.socket:

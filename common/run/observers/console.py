@@ -21,7 +21,7 @@ from common.run.observers.observer import Facts, Observer
 from common.run.scores import Scores
 from common.run.side_files import SideFiles
 
-LOOK_SECONDS = 1  # between two looks of the bar at the loss and the speed
+BAR_UPDATE_SECONDS = 1  # between two updates of the loss and the speed behind the bar
 # {seconds that a start has trained: seconds between two lines, up to then}, unless --log_seconds says otherwise
 LINE_SECONDS = {300: 5, 3600: 30, math.inf: 60}
 STARVED = 0.25  # fraction of the time spent waiting for data, from which the log calls the loader the bottleneck
@@ -34,8 +34,8 @@ class Console(Observer):
         self._say = side_files.say
         self._bar: Optional[bar.Bar] = None
         self._loss = devices.AsyncScalar(device)
-        self._look_began_at = time.monotonic()
-        self._steps_at_look = 0
+        self._bar_updated_at = time.monotonic()
+        self._steps_at_bar_update = 0
         self._expected_end: Optional[float] = None  # of the run
         self._began_at = time.monotonic()
         self._epoch_began_at = self._began_at
@@ -64,7 +64,7 @@ class Console(Observer):
         now = time.monotonic()
         sampler = facts.plan.sampler
         self._epoch_began_at = now
-        self._begin_look(facts, now)
+        self._begin_bar_update(facts, now)
         if not self._side_files.shows or facts.plan.epoch_is_over(facts.position):
             return
         done = facts.position.consumed // sampler.global_batch
@@ -77,17 +77,17 @@ class Console(Observer):
             return
         self._bar.move_to(facts.position.consumed // facts.plan.sampler.global_batch)
         now = time.monotonic()
-        if now - self._look_began_at >= LOOK_SECONDS:
+        if now - self._bar_updated_at >= BAR_UPDATE_SECONDS:
             self._bar.show_words(self._words(facts, loss, now))
-            self._begin_look(facts, now)
+            self._begin_bar_update(facts, now)
 
-    def _begin_look(self, facts: Facts, now: float) -> None:
-        self._look_began_at = now
-        self._steps_at_look = facts.position.total_steps
+    def _begin_bar_update(self, facts: Facts, now: float) -> None:
+        self._bar_updated_at = now
+        self._steps_at_bar_update = facts.position.total_steps
 
     def _words(self, facts: Facts, loss: torch.Tensor, now: float) -> list[str]:
         """Return the words behind the bar, by importance. A GPU's loss is that of the last call."""
-        steps_per_second = max(1, facts.position.total_steps - self._steps_at_look) / (now - self._look_began_at)
+        steps_per_second = max(1, facts.position.total_steps - self._steps_at_bar_update) / (now - self._bar_updated_at)
         rate = f"{steps_per_second:.1f} steps/s" if steps_per_second >= 1 else f"{1 / steps_per_second:.1f} s/step"
         samples_per_second = steps_per_second * facts.plan.sampler.global_batch
         if self._expected_end is None:  # a guess, until a line knows better
@@ -120,7 +120,8 @@ class Console(Observer):
             self._bar.move_to(batches)
 
     def log_due(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int) -> None:
-        """Print a line of these figures, unless the bar shows them or the last line is too recent."""
+        """Show these figures: the bar has them with its next update; without a bar, print a line, unless the last one is
+        too recent. After the first ones, import what the files need, and say once what helps a slow loader."""
         now = time.monotonic()
         step, steps = facts.plan.step_of_the_epoch(facts.position)
         self._expected_end = None if seconds_left is None else now + seconds_left
@@ -131,7 +132,7 @@ class Console(Observer):
             remaining = "?" if seconds_left is None else datetime.timedelta(seconds=int(seconds_left))
             split = " ".join(f"{phase}={speed[phase]:.0%}" for phase in TRAINING_PHASES)
             self._say(f"{time_of_day()} {place} train_loss={loss:.4f} lr={lr:.6g} {rate} left={remaining} {split}")
-        if not self._has_imported:
+        if not self._has_imported:  # after the first line, which should not wait for it
             self._import_packages()
         self._advise_once(facts, speed["waiting_for_data"])
 

@@ -391,7 +391,7 @@ def test_only_one_wait_that_lasts_counts_as_a_disk_that_does_not_answer(now, mon
         waits.clear()
         waits.update(found)
         now[0] += seconds
-        return of_a_rank.look(1)
+        return of_a_rank.blocked_since(1)
 
     assert [looked(1, (7, f"wait {number}")) for number in range(10)] == [None] * 10, "a slow disk"
     assert [looked(1, (7, "a")) for _ in range(4)] == [None] * 4 and looked(1, (7, "a"), (8, "b")) == now[0] - 4

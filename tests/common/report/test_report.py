@@ -160,7 +160,7 @@ def test_a_run_that_was_killed_has_its_page_too(tmp_path):
 def test_a_page_that_cannot_be_made_ends_no_run(monkeypatch, capsys):
     monkeypatch.setattr(report, "of_one", lambda left: 1 / 0)
     monkeypatch.setattr(report.RunFiles, "read", lambda folder: None)
-    job._WriteTheReport().written("nowhere", lambda *file: pytest.fail("nothing was made"))
+    job._ReportWriter().written("nowhere", lambda *file: pytest.fail("nothing was made"))
     assert "warning: report.html could not be made: ZeroDivisionError" in capsys.readouterr().out
 
 

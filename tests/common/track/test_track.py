@@ -275,10 +275,10 @@ def test_mlflow_without_a_server_and_a_database_says_what_to_install_and_a_page_
         "warning: mlflow takes no rows: set MLFLOW_TRACKING_URI, or for a local file pip install sqlalchemy alembic; the run goes on, and "
         f"python -m launch track {run} --to mlflow sends them"
     ]
-    assert follow.shortened(ValueError("a page " * 100)) == ("a page " * 15)[:100] + "..."
+    assert follow.root_cause(ValueError("a page " * 100)) == ("a page " * 15)[:100] + "..."
     outer = ValueError("API request to http://127.0.0.1:5000/api failed with exception HTTPConnectionPool(host='127.0.0.1')")
     outer.__cause__ = ConnectionRefusedError(111, "Connection refused")
-    assert follow.shortened(outer) == "[Errno 111] Connection refused"
+    assert follow.root_cause(outer) == "[Errno 111] Connection refused"
 
 
 # --- The trackers themselves ---
