@@ -75,6 +75,7 @@ def free_port():
 
 
 def configure(folder, port):
+    """Write what the services read; return the ports of all of them."""
     from swift.common.ring import RingBuilder
 
     (folder / "devices" / "disk").mkdir(parents=True, exist_ok=True)
@@ -83,8 +84,10 @@ def configure(folder, port):
     )
     user = pwd.getpwuid(os.getuid()).pw_name
     common = f"[DEFAULT]\nswift_dir = {folder}\nuser = {user}\nworkers = 0\nlog_address = {folder}/none\nlog_level = ERROR\n"
+    ports = [port]
     for service in ("account", "container", "object"):
         own = free_port()
+        ports.append(own)
         ring = RingBuilder(part_power=2, replicas=1, min_part_hours=0)
         place = {"ip": "127.0.0.1", "port": own, "replication_ip": "127.0.0.1", "replication_port": own}
         ring.add_dev({"id": 0, "region": 1, "zone": 1, "device": "disk", "weight": 1.0, **place})
@@ -110,6 +113,7 @@ def configure(folder, port):
         f"{common}bind_ip = 0.0.0.0\nbind_port = {port}\n[pipeline:main]\npipeline = {PIPELINE}\n{''.join(sections)}"
         "[app:proxy-server]\nuse = egg:swift#proxy\nallow_account_management = true\naccount_autocreate = true\n"
     )
+    return ports
 
 
 def serve(service, folder):
@@ -136,14 +140,14 @@ def answers(port):
 def main():
     folder, port = Path(sys.argv[1]).resolve(), int(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
-    configure(folder, port)
+    ports = configure(folder, port)
     for service in SERVICES:
         importlib.import_module(f"swift.{SERVICES[service]}.server")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     children = [serve(service, folder) for service in SERVICES]
     try:
         deadline = time.monotonic() + 600
-        while not answers(port):
+        while not all(map(answers, ports)):  # a proxy that finds one closed leaves that service alone for a minute
             if time.monotonic() > deadline or os.waitpid(-1, os.WNOHANG)[0]:
                 sys.exit("a service ended or did not start")
             time.sleep(0.05)
