@@ -1,4 +1,4 @@
-"""What pip installs: our folders in a package called anyrank, as other projects have packages called common and datasets."""
+"""What pip installs: our folders in a package anyrank, as others have packages called common and datasets."""
 
 from setuptools import find_namespace_packages, setup
 

@@ -8,12 +8,14 @@ from common.secrets import BUCKETS, mask
 
 INPUT_DIR = "input_dir"  # the default name of the folder for fetched data and for the indexes of data sets
 
-# The subfolder of fetched data that holds unfinished files and the records of the fetch. No object can have this name.
+# The subfolder of fetched data that holds unfinished files and the records of the fetch. No object can have
+# this name.
 FETCHING = ".fetching"
 
 
 def is_address(text: object) -> bool:
-    """Whether `text` looks like an address, also a mistyped one such as s3:/bucket, which must not be taken for a folder."""
+    """Whether `text` looks like an address, also a mistyped one such as s3:/bucket,
+    which must not be taken for a folder."""
     return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text) is not None
 
 
@@ -29,7 +31,8 @@ def is_fetchable_name(name: object) -> bool:
 
 
 def local_folder(url: str, root: str) -> str:
-    """Return the local folder for `url`, such as ROOT/s3/bucket/prefix, or ROOT/https/host/folder for a file on the web."""
+    """Return the local folder for `url`, such as ROOT/s3/bucket/prefix,
+    or ROOT/https/host/folder for a file on the web."""
     scheme, _, rest = mask(url).partition("://")
     if scheme in ("http", "https"):  # the address of a file, which is stored in the local folder
         rest = re.split("[?#]", rest)[0]
@@ -41,6 +44,7 @@ def local_folder(url: str, root: str) -> str:
 
 
 def _as_folder(part: str) -> str:
-    """Return a folder name for a part of an address: never empty, ., .. or FETCHING, and different for different parts."""
+    """Return a folder name for a part of an address: never empty, ., .. or FETCHING,
+    and different for different parts."""
     part = part.replace("%", "%25")
     return f"%{part}" if part.lower() in ("", ".", "..", FETCHING) else part

@@ -1,8 +1,9 @@
-"""The errors with which a job ends: one line on stderr and a documented exit code, no traceback for a user's mistake.
+"""The errors with which a job ends: one line on stderr and a documented exit code,
+no traceback for a user's mistake.
 
 0    finished, or stopped on purpose (--max_hours): start again to go on
-1    the training itself failed (a loss that is not a number, a lost node), or the doctor has found something bad
-2    an option or the environment is wrong; the line says what was given, what is allowed and what to do
+1    the training itself failed (a loss that is not a number, a lost node), or the doctor has found something
+bad 2    an option or the environment is wrong; the line says what was given, what is allowed and what to do
 130  interrupted with Ctrl-C, after saving
 143  stopped by the platform (SIGTERM), after saving
 """
@@ -65,20 +66,23 @@ def file_error(error: OSError, text: str) -> Union[UserError, TrainingFailed]:
 
 
 def require_folder(name: str, folder: str, advice: str) -> None:
-    """Raise an error that ends with `advice` if the folder is missing, no folder or unreadable; the error calls it `name`."""
+    """Raise an error that ends with `advice` if the folder is missing, no folder or unreadable;
+    the error calls it `name`."""
     try:
         os.scandir(folder).close()
     except FileNotFoundError:
         raise UserError(f"{name} {one_line(folder)} does not exist: {advice}") from None
     except OSError as error:
         raise file_error(
-            error, f"{name} {one_line(folder)} cannot be read ({error.strerror}): make it readable, or {advice}"
+            error,
+            f"{name} {one_line(folder)} cannot be read ({error.strerror}): make it readable, or {advice}",
         ) from None
 
 
 @contextlib.contextmanager
 def raising_path_conflict(path: str) -> Iterator[None]:
-    """Raise a UserError that names what is in the way if the block finds a folder in place of a file, or vice versa."""
+    """Raise a UserError that names what is in the way if the block finds a folder in place of a file,
+    or vice versa."""
     try:
         yield
     except IsADirectoryError:
@@ -95,7 +99,10 @@ def raising_path_conflict(path: str) -> Iterator[None]:
 
 
 class SampleError(Exception):
-    """A data set gave no sample. Not a RuntimeError, so that is_victim() does not take its text for a lost connection."""
+    """A data set gave no sample.
+
+    Not a RuntimeError, so that is_victim() does not take its text for a lost connection.
+    """
 
     @property
     def log_line(self) -> str:
@@ -104,12 +111,18 @@ class SampleError(Exception):
 
 
 def one_line(text: object) -> str:
-    """Return `text` with secrets masked and control characters escaped, so that no file name can forge a line of the log."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in mask(text))
+    """Return `text` with secrets masked and control characters escaped,
+    so that no file name can forge a line of the log."""
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in mask(text)
+    )
 
 
 def report_failure(text: object) -> None:
-    """Print on stderr why the job ends. On SageMaker and Kubernetes, also write the first cause to the file that they show."""
+    """Print on stderr why the job ends.
+
+    On SageMaker and Kubernetes, also write the first cause to the file that they show.
+    """
     line = f"error: {one_line(text)}"
     print(line, file=sys.stderr, flush=True)
     for path, platform_path in FAILURE_FILES.items():
@@ -119,9 +132,11 @@ def report_failure(text: object) -> None:
 
 
 def _write_if_first(path: str, line: str) -> None:
-    """Write the line to the file, unless one was written since this process started, so that a node's first cause is kept."""
+    """Write the line to the file, unless one was written since this process started,
+    so that a node's first cause is kept."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    with open(descriptor, "w", errors="replace") as file:  # an open descriptor is not truncated: that needs the lock
+    # an open descriptor is not truncated: that needs the lock
+    with open(descriptor, "w", errors="replace") as file:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # another process is writing its cause
@@ -135,7 +150,10 @@ def _write_if_first(path: str, line: str) -> None:
 
 
 def _process_start_time() -> float:
-    """Return when this process was started, in seconds since the epoch. The kernel states it in ticks since boot."""
+    """Return when this process was started, in seconds since the epoch.
+
+    The kernel states it in ticks since boot.
+    """
     with open("/proc/self/stat") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
@@ -149,7 +167,10 @@ def count(number: int, singular: str, plural: Optional[str] = None) -> str:
 
 
 def is_victim(error: BaseException) -> bool:
-    """Whether this looks like the error of a collective or connection that broke because another rank was lost."""
+    """Whether this looks like the error of a collective or connection that broke because another rank was
+    lost."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    match = re.search(r"gloo|nccl|TCPStore|socket|connection (closed|reset|refused)|broken pipe", str(error), re.IGNORECASE)
+    match = re.search(
+        r"gloo|nccl|TCPStore|socket|connection (closed|reset|refused)|broken pipe", str(error), re.IGNORECASE
+    )
     return "DistError" in names or (isinstance(error, RuntimeError) and match is not None)

@@ -1,8 +1,11 @@
-"""Atomic writes: a file is whole under its name or not there. Safe access where another user may have planted a link or a pipe.
+"""Atomic writes: a file is whole under its name or not there.
 
-A run may be started again while an earlier start of it is still there, such as on a frozen machine that continues hours later.
-Each start therefore makes a subfolder of its own in the folder that it claims. It writes a file there and renames it to its
-place, and it moves a file there to delete it. The next start takes this subfolder away, so later writes of the old one fail.
+Safe access where another user may have planted a link or a pipe.
+
+A run may be started again while an earlier start of it is still there, such as on a frozen machine that
+continues hours later. Each start therefore makes a subfolder of its own in the folder that it claims. It
+writes a file there and renames it to its place, and it moves a file there to delete it. The next start takes
+this subfolder away, so later writes of the old one fail.
 """
 
 import contextlib
@@ -26,24 +29,35 @@ from common.errors import UserError
 
 MIB = 1 << 20
 TEMPORARY = ".unfinished"  # the ending of a file that is being written
-CLAIMED: dict[str, str] = {}  # {a folder that this process has claimed: the subfolder through which it writes}
+# {a folder that this process has claimed: the subfolder through which it writes}
+CLAIMED: dict[str, str] = {}
 
 
 class TakenOver(UserError):
-    """The folder was moved, deleted, or claimed by another start. A UserError, as a restart would take it from that start."""
+    """The folder was moved, deleted, or claimed by another start.
+
+    A UserError, as a restart would take it from that start.
+    """
 
     def __init__(self, destination: str):
         lost = [folder for folder, subfolder in CLAIMED.items() if _is_missing(subfolder)]
-        was_moved = any(not os.path.isdir(folder) or not os.listdir(folder) for folder in lost)  # a start leaves its subfolder
-        reason = "the folder was moved or deleted" if was_moved else "another start of this run writes there by now"
+        # a start leaves its subfolder
+        was_moved = any(not os.path.isdir(folder) or not os.listdir(folder) for folder in lost)
+        reason = (
+            "the folder was moved or deleted"
+            if was_moved
+            else "another start of this run writes there by now"
+        )
         super().__init__(f"{destination}: {reason}, so this one ends")
 
 
 def claim(folder: str, name: str = "start", extra_folder: str = "") -> list[str]:
-    """Claim a folder for this process. An earlier one that claimed it by this `name` can no longer write there by this module.
+    """Claim a folder for this process.
 
-    `extra_folder`: a folder to claim with it. Returns the unfinished files that earlier starts have left in `folder`, until
-    tidy().
+    An earlier one that claimed it by this `name` can no longer write there by this module.
+
+    `extra_folder`: a folder to claim with it. Returns the unfinished files that earlier starts have left in
+    `folder`, until tidy().
     """
     folder = os.path.realpath(folder)
     subfolder = os.path.join(folder, f".{name}-{secrets.token_hex(6)}")
@@ -96,9 +110,12 @@ def _is_missing(folder: str) -> bool:
 
 
 def _claim_of(path: str) -> tuple[str, str]:
-    """Return the claimed folder that holds `path` on the same disk, and this process's subfolder for it; else ("", "")."""
+    """Return the claimed folder that holds `path` on the same disk, and this process's subfolder for it;
+    else ("", "")."""
     parent = os.path.realpath(os.path.dirname(path)) + os.sep
-    folder, subfolder = max((pair for pair in CLAIMED.items() if parent.startswith(pair[0] + os.sep)), default=("", ""))
+    folder, subfolder = max(
+        (pair for pair in CLAIMED.items() if parent.startswith(pair[0] + os.sep)), default=("", "")
+    )
     with contextlib.suppress(OSError):
         if subfolder and os.stat(parent).st_dev != os.stat(subfolder).st_dev:  # another disk is mounted there
             return "", ""
@@ -107,7 +124,8 @@ def _claim_of(path: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def raising_taken_over(path: str) -> Iterator[None]:
-    """Raise TakenOver in place of an OSError inside `with` if this process had claimed the folder of `path` and has lost it."""
+    """Raise TakenOver in place of an OSError inside `with` if this process had claimed the folder of `path`
+    and has lost it."""
     try:
         yield
     except OSError:
@@ -118,32 +136,42 @@ def raising_taken_over(path: str) -> Iterator[None]:
 
 
 def temporary_path(path: str) -> str:
-    """Return a file's name during writing: in this process's subfolder if it has claimed the folder, else next to `path`."""
+    """Return a file's name during writing: in this process's subfolder if it has claimed the folder,
+    else next to `path`."""
     folder, subfolder = _claim_of(path)
     if not subfolder:
         return path + TEMPORARY
-    relative_path = os.path.relpath(os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)), folder)
+    relative_path = os.path.relpath(
+        os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)), folder
+    )
     return os.path.join(subfolder, relative_path.replace(os.sep, "+") + TEMPORARY)
 
 
 def unfinished_files(path: str) -> list[str]:
-    """Return the files, beside `path` or in a start's subfolder, that were written to become `path` and not yet renamed."""
+    """Return the files, beside `path` or in a start's subfolder,
+    that were written to become `path` and not yet renamed."""
     folder, name = os.path.split(path)
     candidates = [path + TEMPORARY]
     for pattern in (".start-*", os.path.join(".start-*", ".*")):
-        candidates += sorted(glob.glob(os.path.join(glob.escape(folder), pattern, glob.escape(name + TEMPORARY))))
+        candidates += sorted(
+            glob.glob(os.path.join(glob.escape(folder), pattern, glob.escape(name + TEMPORARY)))
+        )
     return list(filter(os.path.exists, candidates))
 
 
 def write_atomically(path: str, content: Union[bytes, memoryview]) -> None:
-    """Write a file so that its name has either all of `content` or what it had before, even after a power cut."""
+    """Write a file so that its name has either all of `content` or what it had before,
+    even after a power cut."""
     write_aside(path, content)
     with _discarding_on_error(path):
         give_name(path)
 
 
 def write_aside(path: str, content: Union[bytes, memoryview]) -> None:
-    """Write a file under its temporary name and flush it to the disk. If that fails it is removed, as the disk may be full."""
+    """Write a file under its temporary name and flush it to the disk.
+
+    If that fails it is removed, as the disk may be full.
+    """
     with raising_taken_over(path), _discarding_on_error(path), create(temporary_path(path)) as file:
         file.write(content)
         file.flush()
@@ -165,7 +193,8 @@ def give_name(path: str) -> None:
     """Give the file that write_aside() has written the name `path`, in place of a file that has this name."""
     with raising_taken_over(path):
         os.replace(temporary_path(path), path)
-    with contextlib.suppress(OSError):  # some mounted stores cannot; a manifest's digest still tells an incomplete file
+    # some mounted stores cannot; a manifest's digest still tells an incomplete file
+    with contextlib.suppress(OSError):
         folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -180,7 +209,10 @@ def refuse_link(path: str) -> None:
 
 
 def create(path: str) -> BinaryIO:
-    """Create a file, to write and read. A file that has its name is removed, so that no link that was planted is followed."""
+    """Create a file, to write and read.
+
+    A file that has its name is removed, so that no link that was planted is followed.
+    """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "w+b")
@@ -209,7 +241,8 @@ def append(file: io.RawIOBase, content: Union[bytes, memoryview]) -> None:
 
 
 def drop_partial_line(file: io.FileIO) -> None:
-    """Drop the last line if it has no line end, as after a kill, so that the next line is not appended to it."""
+    """Drop the last line if it has no line end, as after a kill,
+    so that the next line is not appended to it."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
     if file.read(1) not in (b"", b"\n"):
         file.seek(0)
@@ -220,7 +253,10 @@ drop_half_a_line = drop_partial_line  # its name in copies of jobs/speedrun.py o
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Open a regular file to read. Raises OSError for anything else: a pipe might block, and a device might never end."""
+    """Open a regular file to read.
+
+    Raises OSError for anything else: a pipe might block, and a device might never end.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
@@ -253,7 +289,10 @@ def sha256(path: str) -> str:
 
 
 def remove(path: str) -> None:
-    """Remove the file if it exists. Raises TakenOver if this process had claimed the folder and has lost it."""
+    """Remove the file if it exists.
+
+    Raises TakenOver if this process had claimed the folder and has lost it.
+    """
     subfolder = _claim_of(path)[1]
     moved_path = os.path.join(subfolder, f"removed-{threading.get_ident()}")
     with raising_taken_over(path):
@@ -273,7 +312,9 @@ def replace_with_copy(path: str, flags: int = 0) -> io.FileIO:
     """
     copy_path = temporary_path(path)
     with raising_taken_over(path), _discarding_on_error(path):
-        file = io.FileIO(os.open(copy_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | flags, 0o666), "r+b")
+        file = io.FileIO(
+            os.open(copy_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | flags, 0o666), "r+b"
+        )
         if os.path.isfile(path) and not os.path.islink(path):
             with open_regular(path) as original:
                 while content := original.read(MIB):
@@ -284,10 +325,11 @@ def replace_with_copy(path: str, flags: int = 0) -> io.FileIO:
 
 
 def create_scratch_folder() -> str:
-    """Create a temporary folder for this process and its forks, and remove those that killed processes have left.
+    """Create a temporary folder for this process and its forks,
+    and remove those that killed processes have left.
 
-    The lock on a folder ends with the last fork of its process. The folder's name holds a digest of the host's name, because on
-    a disk that hosts share, one host may not see the locks of another.
+    The lock on a folder ends with the last fork of its process. The folder's name holds a digest of the
+    host's name, because on a disk that hosts share, one host may not see the locks of another.
     """
     prefix = f"anyrank-run-{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]}-"
     for earlier in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{prefix}*")):
@@ -302,6 +344,7 @@ def create_scratch_folder() -> str:
     while True:
         folder = tempfile.mkdtemp(prefix=prefix)
         with contextlib.suppress(OSError):  # another start has just removed it, or this disk has no locks
-            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # open, and so locked, until the process ends
+            # open, and so locked, until the process ends
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
         if os.path.isdir(folder):
             return folder

@@ -1,4 +1,5 @@
-"""Run a job: call its `main`, and turn an error into an exit code (see errors.py) and one line that says why it ends.
+"""Run a job: call its `main`, and turn an error into an exit code (see errors.py) and one line that says why
+it ends.
 
 The job trains on when the reader of its output is gone or the disk of its log is full.
 """
@@ -18,7 +19,15 @@ from typing import Any, Callable, NoReturn, Optional
 from common import files, moments, packages, progress
 from common.alive import heartbeat
 from common.alive.stops import STOPS
-from common.errors import SYSTEM_ERRNOS, SampleError, TrainingFailed, UserError, is_victim, one_line, report_failure
+from common.errors import (
+    SYSTEM_ERRNOS,
+    SampleError,
+    TrainingFailed,
+    UserError,
+    is_victim,
+    one_line,
+    report_failure,
+)
 from common.files import write_atomically
 from common.secrets import mask
 
@@ -59,13 +68,16 @@ class _ElasticJobMaker:
             except ImportError as error:
                 if error.name != "common.elastic":
                     raise
-                missing = "--min_nodes needs the folder common/elastic, which is not there: leave the option out"
+                missing = (
+                    "--min_nodes needs the folder common/elastic, which is not there: leave the option out"
+                )
                 raise UserError(missing) from None
             moments.listen(job)
 
 
 class _WatcherStarter:
-    """Starts a watcher of a job that is a single process, which has no parent to notice that it hangs or is killed."""
+    """Starts a watcher of a job that is a single process,
+    which has no parent to notice that it hangs or is killed."""
 
     def world(self, args: argparse.Namespace) -> None:
         is_single_process = args.world.world_size == 1 and not heartbeat.has_parent()
@@ -73,7 +85,9 @@ class _WatcherStarter:
             from common.alive import watcher
 
             heartbeat.report_end(0)  # to the watcher of a Run before, if a script has two
-            watcher.start_for_single_rank(args.world, lambda since, why: moments.announce("killed", args, since, why))
+            watcher.start_for_single_rank(
+                args.world, lambda since, why: moments.announce("killed", args, since, why)
+            )
 
 
 class _ReportWriter:
@@ -87,14 +101,19 @@ class _ReportWriter:
         try:
             write("report.html", report.of_one(report.RunFiles.read(folder)).encode())
         except Exception as error:  # a missing page is no reason to end the training
-            progress.say(f"warning: report.html could not be made: {type(error).__name__}: {one_line(error)[:300]}")
+            progress.say(
+                f"warning: report.html could not be made: {type(error).__name__}: {one_line(error)[:300]}"
+            )
 
     def killed(self, args: argparse.Namespace, since: float, why: str) -> None:
         with contextlib.suppress(ImportError, OSError, UserError):
             from common import report
 
             if report.add_end(args.output_dir, since, why):
-                self.written(args.output_dir, lambda name, page: write_atomically(os.path.join(args.output_dir, name), page))
+                self.written(
+                    args.output_dir,
+                    lambda name, page: write_atomically(os.path.join(args.output_dir, name), page),
+                )
 
 
 _is_running = False  # whether run_job() or begin_in_notebook() was called in this process
@@ -106,7 +125,10 @@ def is_running() -> bool:
 
 
 def begin_in_notebook() -> None:
-    """Make this process fit for a Run in a notebook. What a job does to its process, such as having it watched, is left out."""
+    """Make this process fit for a Run in a notebook.
+
+    What a job does to its process, such as having it watched, is left out.
+    """
     global _is_running
     if not _is_running:
         _is_running = True
@@ -115,7 +137,8 @@ def begin_in_notebook() -> None:
 
 
 def _end_cell(result: Any) -> None:
-    """Announce how a cell has ended, as run_job() announces how `main` has, and give the stop signals back."""
+    """Announce how a cell has ended, as run_job() announces how `main` has,
+    and give the stop signals back."""
     error = result.error_before_exec or result.error_in_exec
     try:
         if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
@@ -131,15 +154,26 @@ def _end_cell(result: Any) -> None:
 
 
 def run_job(main: Callable[[], None]) -> None:
-    """Call a job's `main`, and return if it returns. After an error, end the process with the exit code for it (errors.py)."""
+    """Call a job's `main`, and return if it returns.
+
+    After an error, end the process with the exit code for it (errors.py).
+    """
     global _is_running
     _is_running = True
     ignore_write_errors()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # a core file has gigabytes
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # which packages.check() has set for the job's imports
+    # a core file has gigabytes
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    # which packages.check() has set for the job's imports
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent when a terminal is closed
-    for listener in (_DoctorCaller(), _LargestBatchFinder(), _ElasticJobMaker(), _WatcherStarter(), _ReportWriter()):
+    for listener in (
+        _DoctorCaller(),
+        _LargestBatchFinder(),
+        _ElasticJobMaker(),
+        _WatcherStarter(),
+        _ReportWriter(),
+    ):
         moments.listen(listener)
     try:
         _run(main)
@@ -152,12 +186,14 @@ def run_job(main: Callable[[], None]) -> None:
 
 
 def _run(main: Callable[[], None]) -> None:
-    """Call `main`; after an error, end the process with the exit code for it. If its cause is known, one line says it, printed
-    here or by the parent; else there is a traceback."""
+    """Call `main`; after an error, end the process with the exit code for it.
+
+    If its cause is known, one line says it, printed here or by the parent; else there is a traceback."""
     try:
         _call_and_announce(main)
     except Exception as exception:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler for loader processes could raise during these lines
+        # torch's handler for loader processes could raise during these lines
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         error = (
             exception
             if isinstance(exception, (UserError, TrainingFailed))
@@ -175,10 +211,13 @@ def _run(main: Callable[[], None]) -> None:
 
 
 def _disk_error(error: Exception) -> Optional[TrainingFailed]:
-    """Return the error to end with if a disk has failed or is full, or a limit of the system was reached; else None."""
+    """Return the error to end with if a disk has failed or is full, or a limit of the system was reached;
+    else None."""
     if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         path = error.filename or "a file of this job"
-        return TrainingFailed(f"{path}: {error.strerror}; mend that and start again: the run goes on from its last checkpoint")
+        return TrainingFailed(
+            f"{path}: {error.strerror}; mend that and start again: the run goes on from its last checkpoint"
+        )
     return None
 
 
@@ -223,7 +262,10 @@ def _call_and_announce(main: Callable[[], None]) -> None:
 
 
 def _leave(text: str, code: int, victim: bool = False) -> NoReturn:
-    """Report the fault and call os._exit(), as closing a broken group may hang. A victim first waits for its watcher to act."""
+    """Report the fault and call os._exit(), as closing a broken group may hang.
+
+    A victim first waits for its watcher to act.
+    """
     if victim and heartbeat.has_watcher():  # the watcher ends this process once it has shown the cause
         threading.Event().wait(VERDICT_SECONDS)
     heartbeat.report_fault(text, code, victim)
@@ -244,7 +286,8 @@ class _Unfailing(io.FileIO):
 
 def ignore_write_errors() -> None:
     """Make sys.stdout and sys.stderr ignore errors of writes, and escape what their encoding lacks."""
-    while (unused := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file of the run could get the descriptor of a closed stream
+    # else a file of the run could get the descriptor of a closed stream
+    while (unused := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(unused)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
@@ -258,4 +301,8 @@ def ignore_write_errors() -> None:
             stream.flush()
         file = io.BufferedWriter(_Unfailing(descriptor, "w", closefd=False))
         line_buffering = stream.line_buffering or stream.write_through
-        setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=line_buffering))
+        setattr(
+            sys,
+            name,
+            io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=line_buffering),
+        )

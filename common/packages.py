@@ -1,4 +1,5 @@
-"""The packages that a job needs, which are checked before torch is imported, and those without which it leaves files out.
+"""The packages that a job needs, which are checked before torch is imported,
+and those without which it leaves files out.
 
 An old Python must be able to read this file, too.
 """
@@ -15,10 +16,12 @@ PYTHON = (3, 9)
 TORCH = (2, 1)
 FOR_NUMPY_2 = (2, 3)  # the first torch that was built for numpy 2
 
-NEEDED = ("numpy", "torch", "torchvision")  # a platform's engine has them; a bundle that is uploaded never installs them
+# a platform's engine has them; a bundle that is uploaded never installs them
+NEEDED = ("numpy", "torch", "torchvision")
 
 ENGINE = (
-    "choose an engine or image that has them, such as ModelArts' engine pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64"
+    "choose an engine or image that has them, such as ModelArts' engine "
+    "pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64"
 )
 
 # Optional packages, and which files a run leaves out if one is missing or broken.
@@ -36,7 +39,10 @@ OMITTED_FILES = {
 
 
 def check():
-    """Exit with 2 if Python is too old, or a package is missing or unfit. Until run_job(), Ctrl-C prints no traceback."""
+    """Exit with 2 if Python is too old, or a package is missing or unfit.
+
+    Until run_job(), Ctrl-C prints no traceback.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     check_python()
     _exit_on_error(missing_error(importlib.util.find_spec))
@@ -44,7 +50,8 @@ def check():
 
 
 def require_datasets():
-    """Raise ImportError unless the package `datasets` is the folder beside `common`; Hugging Face's has the same name."""
+    """Raise ImportError unless the package `datasets` is the folder beside `common`;
+    Hugging Face's has the same name."""
     try:
         spec = importlib.util.find_spec("datasets")
     except ValueError:  # it is imported, and nobody knows from where
@@ -73,7 +80,10 @@ def version(name: str) -> Optional[str]:
 def python_error(python: "tuple[int, ...]") -> Optional[str]:
     """Return an error text if this version of Python, such as (3, 8), is too old for the jobs; else None."""
     if python < PYTHON:
-        return f"this is Python {python[0]}.{python[1]}, and the jobs need Python 3.9 and torch 2.1, or later: {ENGINE}"
+        return (
+            f"this is Python {python[0]}.{python[1]}, and the jobs need Python 3.9 and torch 2.1, or later: "
+            f"{ENGINE}"
+        )
     return None
 
 
@@ -84,13 +94,17 @@ def missing_error(is_installed: Callable[[str], object]) -> Optional[str]:
 
 
 def version_error(torch: Optional[str], numpy: Optional[str]) -> Optional[str]:
-    """Return an error text if torch is too old, or was built for numpy 1 and numpy is 2 or later; else None."""
+    """Return an error text if torch is too old, or was built for numpy 1 and numpy is 2 or later;
+    else None."""
     if torch is None:  # it has no metadata; perhaps it was built by hand
         return None
     if major_minor(torch) < TORCH:
         return f"torch is {torch}, and the jobs need torch 2.1 or later: {ENGINE}"
     if major_minor(torch) < FOR_NUMPY_2 and numpy and major_minor(numpy) >= (2, 0):
-        return f"numpy {numpy} does not work with torch {torch}, which was built for numpy 1: pip install 'numpy<2'"
+        return (
+            f"numpy {numpy} does not work with torch {torch}, which was built for numpy 1: pip install "
+            "'numpy<2'"
+        )
     return None
 
 
@@ -109,7 +123,10 @@ def _exit_on_error(message: Optional[str]) -> None:
 
 
 def describe_omitted_files() -> Optional[str]:
-    """Return a line on the files that a run will not have, and why, or None. Imports the packages, which takes seconds."""
+    """Return a line on the files that a run will not have, and why, or None.
+
+    Imports the packages, which takes seconds.
+    """
     parts = [f"{files} ({import_error(name)})" for name, files in OMITTED_FILES.items() if import_error(name)]
     if not parts:
         return None

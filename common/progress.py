@@ -1,4 +1,5 @@
-"""The progress of long work: a bar on a terminal or in a notebook, a line every ten seconds in a log, a message to waiters."""
+"""The progress of long work: a bar on a terminal or in a notebook, a line every ten seconds in a log,
+a message to waiters."""
 
 import builtins
 import importlib.util
@@ -20,13 +21,16 @@ Tell = Callable[[str, int], None]
 
 
 class Progress:
-    """Counts things, bytes, or both. Any number of threads may add to it; as a context manager it closes its bar at the end.
+    """Counts things, bytes, or both.
+
+    Any number of threads may add to it; as a context manager it closes its bar at the end.
 
         Progress("indexing /data", total=3000, unit="images")
         Progress("fetching s3://bucket/data", total=30, unit="objects", total_bytes=4000000)
-        Progress("fetching https://host/file")                                                  bytes, of an unknown total
+        Progress("fetching https://host/file")  # bytes, of an unknown total
 
-    `tell(text, number)` is called at most once a second; `number` counts the things and bytes, so it changes with any progress.
+    `tell(text, number)` is called at most once a second; `number` counts the things and bytes, so it changes
+    with any progress.
     """
 
     def __init__(
@@ -54,7 +58,10 @@ class Progress:
         self._bar = bar(desc=self._title[:40], **options)
 
     def add(self, things: int = 0, size: int = 0, old: bool = False) -> None:
-        """Count more things and bytes as done. `old`: an earlier start did them, so the bytes are left out of the speed."""
+        """Count more things and bytes as done.
+
+        `old`: an earlier start did them, so the bytes are left out of the speed.
+        """
         with self._lock:
             self._things += things
             self._bytes += size
@@ -62,7 +69,9 @@ class Progress:
                 self._old_bytes += size
             now = time.monotonic()
             if self._bar is not None:
-                self._bar.set_postfix_str(self._counted_things() if self._by_bytes else self._counted_bytes(), refresh=False)
+                self._bar.set_postfix_str(
+                    self._counted_things() if self._by_bytes else self._counted_bytes(), refresh=False
+                )
                 self._bar.update(size if self._by_bytes else things)
             elif now - self._printed_at >= LINE_SECONDS:
                 self._printed_at = now
@@ -72,14 +81,18 @@ class Progress:
                 self._tell(self.text(), self._things + self._bytes)
 
     def text(self) -> str:
-        """Return a line for the log: what is done and how fast; with a known total also the total and the time left."""
+        """Return a line for the log: what is done and how fast;
+        with a known total also the total and the time left."""
         words = [self._counted_things(), self._counted_bytes(), *self._speed_and_time_left()]
         return f"{self._title}: {', '.join(filter(None, words))}"
 
     def describe(self) -> str:
         """Return a text with the bytes, the seconds and the speed, for a line after the end."""
         seconds = self._seconds()
-        return f"{self._bytes / MIB:.1f} MiB in {seconds:.1f} s, {(self._bytes - self._old_bytes) / MIB / seconds:.1f} MiB/s"
+        return (
+            f"{self._bytes / MIB:.1f} MiB in {seconds:.1f} s, "
+            f"{(self._bytes - self._old_bytes) / MIB / seconds:.1f} MiB/s"
+        )
 
     def _counted_things(self) -> str:
         return f"{_done_of(self._things, self._total)} {self._unit}" if self._unit else ""
@@ -91,7 +104,11 @@ class Progress:
     def _speed_and_time_left(self) -> list[str]:
         byte_speed = (self._bytes - self._old_bytes) / self._seconds()
         speed = self._things / self._seconds()
-        speed_text = f"{byte_speed / MIB:.1f} MiB/s" if self._bytes or self._by_bytes else f"{speed:.0f} {self._unit}/s"
+        speed_text = (
+            f"{byte_speed / MIB:.1f} MiB/s"
+            if self._bytes or self._by_bytes
+            else f"{speed:.0f} {self._unit}/s"
+        )
         done, total = (self._bytes, self._total_bytes) if self._by_bytes else (self._things, self._total)
         speed = byte_speed if self._by_bytes else speed
         if total is None or speed <= 0:
@@ -158,7 +175,10 @@ def bar(**options: Any) -> Any:
 
 
 def with_bar(things: Sequence, title: str, unit: str) -> Iterator:
-    """Yield the things. On a terminal, tqdm (if it is installed) shows a bar, which is removed after the last of them."""
+    """Yield the things.
+
+    On a terminal, tqdm (if it is installed) shows a bar, which is removed after the last of them.
+    """
     progress_bar = bar(total=len(things), desc=title, unit=unit, leave=False)
     for thing in things:
         yield thing
@@ -172,7 +192,8 @@ counted = with_bar  # its name in copies of jobs/speedrun.py of 0.3.0
 
 
 def say(text: str) -> None:
-    """Print one line, with secrets masked and control characters escaped, above a bar if any; tell listeners (moments.py)."""
+    """Print one line, with secrets masked and control characters escaped, above a bar if any;
+    tell listeners (moments.py)."""
     line = coloured(one_line(text))
     if "tqdm" in sys.modules:
         sys.modules["tqdm"].tqdm.write(line, file=sys.stdout)
@@ -183,7 +204,10 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning as one line, and tell listeners (moments.py). For loader processes, as it does not look for a bar."""
+    """Print a warning as one line, and tell listeners (moments.py).
+
+    For loader processes, as it does not look for a bar.
+    """
     print(coloured(one_line(f"warning: {text}")), flush=True)
     moments.announce("said", f"warning: {text}")
 
@@ -192,8 +216,14 @@ COLOURS = {"warning: ": 33, "advice: ": 33, "done: ": 32}  # as a terminal numbe
 
 
 def coloured(line: str) -> str:
-    """Return the line, on a terminal in colour if it begins with warning, advice or done (not with NO_COLOR or TERM=dumb)."""
+    """Return the line, on a terminal in colour if it begins with warning,
+    advice or done (not with NO_COLOR or TERM=dumb)."""
     colour = next((number for prefix, number in COLOURS.items() if line.startswith(prefix)), None)
-    if not colour or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
+    if (
+        not colour
+        or os.environ.get("NO_COLOR")
+        or os.environ.get("TERM") == "dumb"
+        or not sys.stdout.isatty()
+    ):
         return line
     return f"\033[{colour}m{line}\033[0m"

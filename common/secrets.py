@@ -1,4 +1,5 @@
-"""Mask what must not be shown: passwords and query strings of addresses, and the values of names such as HF_TOKEN.
+"""Mask what must not be shown: passwords and query strings of addresses,
+and the values of names such as HF_TOKEN.
 
 Text that is printed, saved or published goes through mask(), directly or in errors.one_line().
 """
@@ -12,13 +13,13 @@ BUCKETS = ("s3://", "obs://", "oss://")
 
 # Words that mark the value of a name as a secret, as in API_KEY, api-key, apiKey and X-Amz-Signature.
 WORDS = {
-    "PWD", "PASSWD", "PASSWORD", "TOKEN", "PAT", "AUTH", "KEY", "APIKEY", "SECRET", "CREDENTIAL", "CREDENTIALS", "COOKIE",
-    "SIGNATURE", "SIG", "AK", "SK",
+    "PWD", "PASSWD", "PASSWORD", "TOKEN", "PAT", "AUTH", "KEY", "APIKEY", "SECRET", "CREDENTIAL",
+    "CREDENTIALS", "COOKIE", "SIGNATURE", "SIG", "AK", "SK",
 }  # fmt: skip
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
-# An address in a text, and the punctuation that may follow one. The repetitions are bounded, so that the time is linear in the
-# length of the text; of a longer name only the end is matched.
+# An address in a text, and the punctuation that may follow one. The repetitions are bounded, so that the time
+# is linear in the length of the text; of a longer name only the end is matched.
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}:/+)(\S+)")
 PUNCTUATION = ".,:;'\")]}>"
 NAMED = re.compile(r"(?P<name>[A-Za-z][\w-]{0,127})=(?P<value>[^\s,;'\"]+)")
@@ -26,12 +27,14 @@ IN_QUERY = re.compile(r"[?&#]([^=&]{1,128})=")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a word of this name marks its value as a secret: true for HF_TOKEN and awsAccessKeyId, false for PYTHONPATH."""
+    """Whether a word of this name marks its value as a secret: true for HF_TOKEN and awsAccessKeyId,
+    false for PYTHONPATH."""
     return not WORDS.isdisjoint(word.upper() for word in WORD.findall(name))
 
 
 def mask(text: object, *known_secrets: str) -> str:
-    """Return `text` with *** for an address's password and query, for VALUE in SECRET=VALUE, and for `known_secrets`.
+    """Return `text` with *** for an address's password and query, for VALUE in SECRET=VALUE,
+    and for `known_secrets`.
 
     `known_secrets`: texts that are secret; those shorter than 4 characters are not masked.
     """
@@ -52,10 +55,15 @@ def _masked_address(match: "re.Match[str]") -> str:
 
 
 def _masked_rest(scheme: str, rest: str) -> str:
-    """Return what follows scheme://, masked. A password may hold a slash, and a path an @: in doubt, too much is hidden."""
+    """Return what follows scheme://, masked.
+
+    A password may hold a slash, and a path an @: in doubt, too much is hidden.
+    """
     host = re.split(r"[/?#]", rest, maxsplit=1)[0]
     separators = "?" if scheme in BUCKETS else "?#"  # in a bucket, a key may contain #
-    location, separator, query = re.fullmatch(rf"([^{separators}]*)([{separators}]?)(.*)", rest, re.DOTALL).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    location, separator, query = re.fullmatch(
+        rf"([^{separators}]*)([{separators}]?)(.*)", rest, re.DOTALL
+    ).groups()  # pyright: ignore[reportOptionalMemberAccess]
     has_password = ":" in host and not re.fullmatch(r"(\[.*\]|[^:\[]*):\d*", host) and "@" in rest
     if has_password and "@" in query:
         return HIDDEN
@@ -73,7 +81,8 @@ def _masked_value(match: "re.Match[str]") -> str:
 
 
 def secret_parts(address: str) -> list[str]:
-    """Return the parts of an address that may be secret, to mask them where a library's error quotes one alone."""
+    """Return the parts of an address that may be secret,
+    to mask them where a library's error quotes one alone."""
     rest, _, fragment = address.partition("#")
     location, _, query = rest.partition("?")
     user = location.partition("://")[2].rpartition("@")[0]

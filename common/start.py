@@ -1,15 +1,15 @@
 """A plain training script becomes a job by ten lines: start(), and what it returns in place of a few of them.
 
-    job = start(__doc__, epochs=20, batch_size=64)              # defaults of options; the rest of the script is the job
-    train_loader = job.loader(train_set, shuffle=True)          # for DataLoader(train_set, batch_size=64, shuffle=True)
+    job = start(__doc__, epochs=20, batch_size=64)      # defaults of options; what follows is the job
+    train_loader = job.loader(train_set, shuffle=True)  # for DataLoader(train_set, batch_size=64, ...)
     val_loader = job.loader(val_set, batch_size=400)
-    model = job.parallel(model)                                 # on the device; DistributedDataParallel if it has to be
-    run = job.run(model, optimizer=optimizer)                   # goes on where the last start stopped
+    model = job.parallel(model)                         # on the device, in DistributedDataParallel if needed
+    run = job.run(model, optimizer=optimizer)           # goes on where the last start stopped
     for epoch in run.epochs():
         for x, y in run.steps(train_loader):
-            ...                                                 # as it was
+            ...                                         # as it was
             run.step(loss)
-        run.end_epoch(loss=job.sum(val_loss))                   # of all processes
+        run.end_epoch(loss=job.sum(val_loss))           # of all processes
 
 It makes the objects that jobs/train_ddp.py makes line by line, for whoever wants to have them otherwise.
 """
@@ -41,12 +41,17 @@ from datasets.loader import SampleLoader
 from datasets.sampler import EpochSampler, InOrder
 
 
-def start(doc: Optional[str], options: Optional[Callable[[arguments.Parser], object]] = None, **defaults: object) -> "Job":
-    """Parse the options, start a process for each GPU, and let the processes of all nodes meet. Return the job.
+def start(
+    doc: Optional[str], options: Optional[Callable[[arguments.Parser], object]] = None, **defaults: object
+) -> "Job":
+    """Parse the options, start a process for each GPU, and let the processes of all nodes meet.
 
-    `doc`: what --help says; `options(parser)`: adds options of the script; `defaults`: of any option, such as epochs=20.
-    The script then runs from its first line again, within run_job(), which turns errors into lines and exit codes: call start()
-    before anything that takes long. In a notebook, which has no options but `defaults`, the cell goes on, on one device.
+    Return the job.
+
+    `doc`: what --help says; `options(parser)`: adds options of the script; `defaults`: of any option, such as
+    epochs=20. The script then runs from its first line again, within run_job(), which turns errors into lines
+    and exit codes: call start() before anything that takes long. In a notebook, which has no options but
+    `defaults`, the cell goes on, on one device.
     """
     if progress.in_notebook():
         begin_in_notebook()
@@ -64,7 +69,9 @@ def start(doc: Optional[str], options: Optional[Callable[[arguments.Parser], obj
     option_names = {action.dest for action in parser._actions}
     for name in defaults:
         if name not in option_names:
-            raise TypeError(f"start({name}=...): there is no option --{name}; add one of your own by options=")
+            raise TypeError(
+                f"start({name}=...): there is no option --{name}; add one of your own by options="
+            )
     parser.set_defaults(**defaults)
     args = arguments.parse(parser)
     if progress.in_notebook():
@@ -86,28 +93,37 @@ def _run_the_script() -> None:
 def _require_a_script() -> None:
     """Raise UserError unless this process runs a script by its path, from its first line."""
     if multiprocessing.parent_process() is not None:
-        raise UserError(
-            'start() was called in a loader process, which imports the script: put its lines below if __name__ == "__main__":'
-        )
+        advice = 'put its lines below if __name__ == "__main__":'
+        raise UserError(f"start() was called in a loader process, which imports the script: {advice}")
     main = sys.modules["__main__"]
     if main.__spec__ is not None:
-        raise UserError("start() needs a script that is started by its path: python my_script.py, and not python -m")
+        raise UserError(
+            "start() needs a script that is started by its path: python my_script.py, and not python -m"
+        )
     if not _is_a_script(sys.argv[0]):
-        raise UserError("start() needs a script in a file of its own, python my_script.py, or a cell of a notebook")
+        raise UserError(
+            "start() needs a script in a file of its own, python my_script.py, or a cell of a notebook"
+        )
 
 
 def _is_a_script(path: str) -> bool:
     """Whether the file is the script that this process runs."""
     script_path = getattr(sys.modules["__main__"], "__file__", None)
-    return bool(script_path) and os.path.exists(script_path) and os.path.exists(path) and os.path.samefile(script_path, path)
+    return (
+        bool(script_path)
+        and os.path.exists(script_path)
+        and os.path.exists(path)
+        and os.path.samefile(script_path, path)
+    )
 
 
 def _require_one_process(args: argparse.Namespace) -> None:
-    """Raise UserError unless a notebook just trains on one device; end the group of its Run before, if there is one."""
+    """Raise UserError unless a notebook just trains on one device; end the group of its Run before,
+    if there is one."""
     if args.world.world_size > 1 or args.max_restarts or args.min_nodes or args.doctor or args.find_max_batch:
         raise UserError(
-            "a notebook trains on one device, without --nproc_per_node, --max_restarts, --min_nodes, --doctor and "
-            "--find_max_batch: write its cells to a script for these"
+            "a notebook trains on one device, without --nproc_per_node, --max_restarts, --min_nodes, "
+            "--doctor and --find_max_batch: write its cells to a script for these"
         )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -131,12 +147,13 @@ class Job:
         self, data_set: Sized, *, shuffle: bool = False, batch_size: Optional[int] = None,
         collate_fn: Callable[[list], Any] = default_collate, workers: Optional[int] = None,
     ) -> SampleLoader:  # fmt: skip
-        """Return batches, on the device, of any data set that has a length and gives sample number i as data_set[i].
+        """Return batches, on the device, of any data set that has a length and gives sample number i as
+        data_set[i].
 
-        With `shuffle` it is the loader of the training: each process takes its part of every batch of the job, in an order that
-        a restart goes on with. Without, each process takes its part of the samples, each sample once, and every process has to
-        begin each pass. `batch_size`: of each process; if not given, that of --batch_size. `workers`: loader processes; if not
-        given, --workers.
+        With `shuffle` it is the loader of the training: each process takes its part of every batch of the
+        job, in an order that a restart goes on with. Without, each process takes its part of the samples,
+        each sample once, and every process has to begin each pass. `batch_size`: of each process; if not
+        given, that of --batch_size. `workers`: loader processes; if not given, --workers.
         """
         size = self.args.batch_size if batch_size is None else batch_size
         processes = self.args.workers if workers is None else workers
@@ -146,7 +163,9 @@ class Job:
             in_order.shard(self.rank, self.world_size)
             return _EvaluationLoader(self._networks, data_set, in_order, self.device, processes, collate_fn)
         if self._train_sampler is not None:
-            raise RuntimeError("job.loader(shuffle=True) was called twice: a run goes on with the samples of one loader")
+            raise RuntimeError(
+                "job.loader(shuffle=True) was called twice: a run goes on with the samples of one loader"
+            )
         self._train_set = data_set
         self._train_sampler = EpochSampler(len(data_set), size, seed=self.args.seed)
         self._train_sampler.shard(self.rank, self.world_size)
@@ -165,15 +184,21 @@ class Job:
         self._averaged.update(trained)
         if self.world_size == 1 or not trained:
             return network
-        return nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
+        return nn.parallel.DistributedDataParallel(
+            network, gradient_as_bucket_view=True, **norms.OWN_STATISTICS
+        )
 
     def run(self, network: nn.Module, **parts: object) -> Run:
         """Return the Run of the training, which has gone back to its newest checkpoint, if there is one.
 
-        `parts`: what else changes in training and is saved, under names of your choice, and what Run() takes besides.
+        `parts`: what else changes in training and is saved, under names of your choice, and what Run() takes
+        besides.
         """
         if self._train_sampler is None:
-            raise RuntimeError("job.run() needs the loader of the training: call job.loader(train_set, shuffle=True) before it")
+            raise RuntimeError(
+                "job.run() needs the loader of the training: call job.loader(train_set, shuffle=True) "
+                "before it"
+            )
         if self.world_size > 1:
             self._require_parallel(network, parts)
         settings: dict[str, Any] = {"data_set": self._train_set}
@@ -191,7 +216,8 @@ class Job:
         is_trained = any(weight.requires_grad for weight in network.parameters())
         if is_trained and not isinstance(network, nn.parallel.DistributedDataParallel):
             raise UserError(
-                f"{self.world_size} processes would train apart: give job.run() what job.parallel(network) has returned"
+                f"{self.world_size} processes would train apart: give job.run() what "
+                "job.parallel(network) has returned"
             )
         for name, part in parts.items():
             if not isinstance(part, torch.optim.Optimizer):
@@ -199,7 +225,8 @@ class Job:
             weights = [weight for group in part.param_groups for weight in group["params"]]
             if any(weight.requires_grad and weight not in self._averaged for weight in weights):
                 raise UserError(
-                    f"{name} has weights of a network that was not given to job.parallel(): processes would train apart"
+                    f"{name} has weights of a network that was not given to job.parallel(): processes "
+                    "would train apart"
                 )
 
     def sum(self, value: float) -> float:
@@ -215,7 +242,8 @@ class Job:
         if samples not in self._lengths:
             lengths = " or ".join(map(str, sorted(self._lengths)))
             raise ValueError(
-                f"job.mean(total, {samples}): give the length of the data set that is evaluated: {lengths or 'none is'}"
+                f"job.mean(total, {samples}): give the length of the data set that is evaluated: "
+                f"{lengths or 'none is'}"
             )
         return self.sum(total) / samples
 
@@ -232,7 +260,9 @@ class _CheckedRun(Run):
         """Yield the batches of the training's loader; raise UserError for any other loader."""
         if getattr(loader, "sampler", None) is not self.sampler:
             kind = type(loader).__name__
-            raise UserError(f"run.steps() was given another {kind} than job.loader(train_set, shuffle=True) has returned")
+            raise UserError(
+                f"run.steps() was given another {kind} than job.loader(train_set, shuffle=True) has returned"
+            )
         yield from super().steps(loader)
 
     def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
@@ -241,8 +271,8 @@ class _CheckedRun(Run):
             lowest, highest = reduce([float(value), -float(value)], "MIN")
             if lowest != -highest and not math.isnan(lowest):
                 raise UserError(
-                    f"run.end_epoch({name}=...) was given {lowest:g} by one process and {-highest:g} by another: add "
-                    "the parts of all processes up by job.sum() or job.mean()"
+                    f"run.end_epoch({name}=...) was given {lowest:g} by one process and {-highest:g} by "
+                    "another: add the parts of all processes up by job.sum() or job.mean()"
                 )
         super().end_epoch(scores, **metrics)
 
@@ -262,8 +292,9 @@ class _EvaluationLoader(SampleLoader):
 
 
 def _without_parallel(part: object) -> object:
-    """Return the part without what wraps a network (DistributedDataParallel, DataParallel, torch.compile), so that the names in
-    a checkpoint are the same on any number of processes. In an AveragedModel the network is unwrapped in place."""
+    """Return the part without what wraps a network (DistributedDataParallel, DataParallel, torch.compile), so
+    that the names in a checkpoint are the same on any number of processes. In an AveragedModel the network is
+    unwrapped in place."""
     if isinstance(part, AveragedModel):
         part.module = unwrapped(part.module)
         return part

@@ -1,7 +1,9 @@
-"""torchvision's AutoAugment, RandAugment and TrivialAugment, as pure functions of (seed, epoch, sample id) and the picture.
+"""torchvision's AutoAugment, RandAugment and TrivialAugment,
+as pure functions of (seed, epoch, sample id) and the picture.
 
-torchvision draws from torch's generator, which is seeded for each picture and restored afterwards. A picture therefore looks
-the same on every rank, in every loader and after any restart. Pillow is used because it is four times as fast as torch.
+torchvision draws from torch's generator, which is seeded for each picture and restored afterwards. A picture
+therefore looks the same on every rank, in every loader and after any restart. Pillow is used because it is
+four times as fast as torch.
 """
 
 import functools
@@ -13,7 +15,8 @@ from PIL import Image
 
 from datasets import crops
 
-DRAW = 4 * crops.ATTEMPTS + 1  # index of the first random number of a sample that its crop and flip do not use
+# index of the first random number of a sample that its crop and flip do not use
+DRAW = 4 * crops.ATTEMPTS + 1
 
 
 @functools.cache
@@ -29,8 +32,9 @@ def _augmentation(kind: str) -> Any:
 
 
 def augmented(kind: str, picture: torch.Tensor, seed: int, epoch: int, sample_id: int) -> torch.Tensor:
-    """Return a uint8 (3, H, W) picture changed at random, by seed, epoch and sample. `kind`: autoaugment, randaugment or
-    trivialaugment."""
+    """Return a uint8 (3, H, W) picture changed at random, by seed, epoch and sample.
+
+    `kind`: autoaugment, randaugment or trivialaugment."""
     (draw,) = crops.uniform(np.array([sample_id]), seed, epoch, [DRAW])[0]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(draw * 2**53))

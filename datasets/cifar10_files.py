@@ -30,7 +30,10 @@ Images = tuple[np.ndarray, np.ndarray]  # uint8 (N, 3, 32, 32), and their labels
 
 
 def find(args: argparse.Namespace) -> str:
-    """Return the folder of the batch files. If necessary, the archive is unpacked, and downloaded if no --data_url is given."""
+    """Return the folder of the batch files.
+
+    If necessary, the archive is unpacked, and downloaded if no --data_url is given.
+    """
     root = storage.fetch(args.data_url, inputs=args.input_dir) if args.data_url else args.input_dir
     if args.data_url:
         require_folder("--data_url", root, "give a folder with CIFAR-10 in it, or --custom_data true")
@@ -41,8 +44,14 @@ def find(args: argparse.Namespace) -> str:
     if os.path.basename(root) == FOLDER or os.path.exists(os.path.join(root, "data_batch_1")):
         return root
     if args.data_url and not os.path.exists(archive):
-        has_pictures = glob(os.path.join(escape(root), "*", "*.[jp][pn]*g")) or os.path.isdir(os.path.join(root, "train"))
-        advice = "for pictures in folders by class take jobs/train_imagenet.py" if has_pictures else "or --custom_data true"
+        has_pictures = glob(os.path.join(escape(root), "*", "*.[jp][pn]*g")) or os.path.isdir(
+            os.path.join(root, "train")
+        )
+        advice = (
+            "for pictures in folders by class take jobs/train_imagenet.py"
+            if has_pictures
+            else "or --custom_data true"
+        )
         raise UserError(
             f"--data_url {args.data_url} has neither {FOLDER} nor {ARCHIVE}: "
             f"give the folder that holds one of them ({URL}), {advice}"
@@ -77,7 +86,9 @@ def _may_be_unpacked_again(folder: str, root: str, args: argparse.Namespace) -> 
     """Return whether a job may replace the folder if its archive has changed."""
     if os.path.exists(os.path.join(folder, untrusted.NOTE)) or not args.data_url:
         return os.access(root, os.W_OK)  # a read-only one was prepared by a user
-    return is_address(args.data_url) and not any(name.startswith(f"{FOLDER}/") for name in index.fetched_names(root))
+    return is_address(args.data_url) and not any(
+        name.startswith(f"{FOLDER}/") for name in index.fetched_names(root)
+    )
 
 
 def read(folder: str) -> tuple[Images, Images]:

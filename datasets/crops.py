@@ -1,8 +1,10 @@
-"""The random crop and flip of each training picture: a pure function of (seed, epoch, sample id) and the picture's size.
+"""The random crop and flip of each training picture: a pure function of (seed, epoch, sample id) and the
+picture's size.
 
-Photographs get the windows of torchvision's RandomResizedCrop: an area of 8 to 100 % of the picture and an aspect ratio of 3:4
-to 4:3, ten attempts to make it fit, else the largest window in the middle with the nearest allowed ratio. If the area has to be
-100 %, the window is the whole picture. Small images in memory are shifted by up to PADDING pixels, a whole batch on its device.
+Photographs get the windows of torchvision's RandomResizedCrop: an area of 8 to 100 % of the picture and an
+aspect ratio of 3:4 to 4:3, ten attempts to make it fit, else the largest window in the middle with the
+nearest allowed ratio. If the area has to be 100 %, the window is the whole picture. Small images in memory
+are shifted by up to PADDING pixels, a whole batch on its device.
 """
 
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ import torch
 
 from common import devices
 
-# --- Windows of photographs ---------------------------------------------------------------------------------------------
+# --- Windows of photographs ---------------------------------------------------------------------------------
 
 ATTEMPTS = 10
 AREA = (0.08, 1.0)
@@ -23,7 +25,10 @@ LOG_RATIO = (np.log(3 / 4), np.log(4 / 3))
 def random_windows(
     ids: Any, widths: Any, heights: Any, seed: int, epoch: int, area: tuple[float, float] = AREA
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return crops (top, left, height, width), int64 (N, 4), and flips, bool (N,). `area`: shares of a picture to draw from."""
+    """Return crops (top, left, height, width), int64 (N, 4), and flips, bool (N,).
+
+    `area`: shares of a picture to draw from.
+    """
     widths = np.asarray(widths, np.int64)
     heights = np.asarray(heights, np.int64)
     ids = np.asarray(ids)
@@ -51,7 +56,8 @@ def random_windows(
 
 
 def scaled(window: np.ndarray, original: tuple[int, int], stored: tuple[int, int]) -> Any:
-    """Return the window for the same part of a picture resized from `original` to `stored`, both (height, width)."""
+    """Return the window for the same part of a picture resized from `original` to `stored`,
+    both (height, width)."""
     if stored == original:
         return window
     top, left, height, width = window.tolist()
@@ -75,7 +81,8 @@ def _largest_in_the_middle(widths: np.ndarray, heights: np.ndarray) -> np.ndarra
 
 
 def uniform(ids: Any, seed: int, epoch: int, draws: Any) -> np.ndarray:
-    """Return numbers in [0, 1) of shape (len(draws), len(ids)), each 53 bits of a hash of seed, epoch, id and draw."""
+    """Return numbers in [0, 1) of shape (len(draws), len(ids)), each 53 bits of a hash of seed, epoch, id and
+    draw."""
     words = np.array([seed, epoch, *draws], dtype=object) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019
     seed, epoch, *draws = _mix((words % 2**64).astype(np.uint64))[:, None]
     counter = _mix(_mix(np.asarray(ids).astype(np.uint64) ^ seed) ^ epoch)
@@ -90,21 +97,23 @@ def _mix(bits: np.ndarray) -> np.ndarray:
     return bits ^ (bits >> np.uint64(31))
 
 
-# --- Shifts of small images, whose numbers come from 32-bit arithmetic, alike on CPU and GPU ----------------------------
+# --- Shifts of small images, whose numbers come from 32-bit arithmetic, alike on CPU and GPU ----------------
 
 PADDING = 4  # pixels of black on every side, from which the crop may take
 MASK = 0xFFFFFFFF
 
 
 def crop_and_flip(images: torch.Tensor, ids: torch.Tensor, seed: int, epoch: int) -> torch.Tensor:
-    """Return the uint8 (N, C, H, W) images, each shifted by up to PADDING pixels and flipped or not at random."""
+    """Return the uint8 (N, C, H, W) images, each shifted by up to PADDING pixels and flipped or not at
+    random."""
     numbers = torch.arange(len(images), device=images.device)
     rows, columns = rows_and_columns(numbers, ids, images.shape[2:], seed, epoch)
     return pixels_with_border(images)[rows + columns].permute(0, 3, 1, 2)
 
 
 def pixels_with_border(images: torch.Tensor) -> torch.Tensor:
-    """Return the pixels (-1, C) of all (N, C, H, W) images, row after row, with PADDING pixels of black on every side."""
+    """Return the pixels (-1, C) of all (N, C, H, W) images, row after row,
+    with PADDING pixels of black on every side."""
     padded = torch.nn.functional.pad(images, (PADDING,) * 4)
     return padded.permute(0, 2, 3, 1).reshape(-1, images.shape[1])
 
@@ -112,10 +121,11 @@ def pixels_with_border(images: torch.Tensor) -> torch.Tensor:
 def rows_and_columns(
     numbers: torch.Tensor, ids: torch.Tensor, size: Sequence[int], seed: int, epoch: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows (N, H, 1) and columns (N, 1, W): their sums are the places of crops among pixels_with_border(images).
+    """Return rows (N, H, 1) and columns (N, 1, W): their sums are the places of crops among
+    pixels_with_border(images).
 
-    `numbers`: of the images that are cropped, on their device; `ids`: of the samples that they are, which the crops are drawn
-    for; `size`: height and width of all images.
+    `numbers`: of the images that are cropped, on their device; `ids`: of the samples that they are, which the
+    crops are drawn for; `size`: height and width of all images.
     """
     height, width = size
     device = numbers.device
@@ -128,8 +138,11 @@ def rows_and_columns(
     return first_of_rows[:, :, None], columns[:, None, :]
 
 
-def draw_crops_and_flips(ids: torch.Tensor, seed: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (top, left, flip) of each sample: where its crop begins in the padded picture, and 1 if it is flipped."""
+def draw_crops_and_flips(
+    ids: torch.Tensor, seed: int, epoch: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (top, left, flip) of each sample: where its crop begins in the padded picture,
+    and 1 if it is flipped."""
     bits = _mix32(torch.full_like(ids, seed & MASK, dtype=torch.int64))
     bits = _mix32(bits ^ (epoch & MASK))
     bits = _mix32(bits ^ (ids.to(torch.int64) & MASK))
@@ -138,7 +151,8 @@ def draw_crops_and_flips(ids: torch.Tensor, seed: int, epoch: int) -> tuple[torc
 
 
 def _mix32(bits: Any) -> Any:
-    """Spread every input bit over all 32 output bits; the multiplier is small enough for int64 not to overflow."""
+    """Spread every input bit over all 32 output bits; the multiplier is small enough for int64 not to
+    overflow."""
     for _ in range(2):
         bits = ((bits ^ (bits >> 16)) * 0x45D9F3B) & MASK
     return bits ^ (bits >> 16)

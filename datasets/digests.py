@@ -24,7 +24,8 @@ def digest_of(*columns: Union[Sequence[str], np.ndarray]) -> str:
 
 
 def digest_of_checksums(count: int, checksum: Callable[[int], int]) -> dict[str, str]:
-    """Return {"bytes": a digest of the checksums of up to SAMPLE_COUNT of `count` samples}, which lie at equal distances.
+    """Return {"bytes": a digest of the checksums of up to SAMPLE_COUNT of `count` samples},
+    which lie at equal distances.
 
     {} if one of them cannot be read: whoever needs that sample reports it.
     """

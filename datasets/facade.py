@@ -7,8 +7,9 @@
         for images, labels in data.get_val_loader(): ...
         data.reset()
 
-With and without DALI, the same pictures come in the same order. Each epoch has all pictures, so the last batch may be smaller.
-A DALI pipeline exists for one epoch, so the one for validation takes no GPU memory during training.
+With and without DALI, the same pictures come in the same order. Each epoch has all pictures, so the last
+batch may be smaller. A DALI pipeline exists for one epoch, so the one for validation takes no GPU memory
+during training.
 """
 
 import gc
@@ -36,20 +37,24 @@ class Dataset:
     """The photographs of a folder with train and val, their loaders, and the memory that these hold."""
 
     def __init__(
-        self, data_dir: str, batch_size: int, val_batch_size: Optional[int] = None, workers: int = 4, use_dali: bool = False,
-        dali_cpu: bool = True, fp16: bool = False, *, size: int = 224, val_size: int = 256, min_crop_size: float = 0.08,
-        world_size: int = 1, cuda: bool = True, mean: Optional[Sequence[float]] = None, std: Optional[Sequence[float]] = None,
+        self, data_dir: str, batch_size: int, val_batch_size: Optional[int] = None, workers: int = 4,
+        use_dali: bool = False, dali_cpu: bool = True, fp16: bool = False, *, size: int = 224,
+        val_size: int = 256, min_crop_size: float = 0.08, world_size: int = 1, cuda: bool = True,
+        mean: Optional[Sequence[float]] = None, std: Optional[Sequence[float]] = None,
         pin_memory: bool = True, pin_memory_dali: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
-        """The first seven arguments are in the order of the article's own call, which passes them by position, and not of the
-        article's repository, where size is third. The others are keyword-only.
+        """The first seven arguments are in the order of the article's own call, which passes them by
+        position, and not of the article's repository, where size is third. The others are keyword-only.
 
-        `mean` and `std` are of pixels from 0 to 255; unset: ImageNet's. `world_size` > 1 needs a process group.
+        `mean` and `std` are of pixels from 0 to 255; unset: ImageNet's. `world_size` > 1 needs a process
+        group.
         """
         rank = torch.distributed.get_rank() if world_size > 1 else 0
         if cuda and not devices.available():
             noun = devices.noun()
-            raise UserError(f"cuda=True, but torch sees no {noun}: {diagnosis()}; or give cuda=False to use the CPU")
+            raise UserError(
+                f"cuda=True, but torch sees no {noun}: {diagnosis()}; or give cuda=False to use the CPU"
+            )
         self.device = devices.current() if cuda else torch.device("cpu")
         self.backend = "pytorch"
         if use_dali:
@@ -64,7 +69,9 @@ class Dataset:
             "std": [value / 255 for value in std] if std else imagenet.STD,
             "pin_memory": pin_memory_dali if use_dali else pin_memory,
         }
-        files = [tree.load(os.path.join(data_dir, split)).without_larger(MEGAPIXELS) for split in ("train", "val")]
+        files = [
+            tree.load(os.path.join(data_dir, split)).without_larger(MEGAPIXELS) for split in ("train", "val")
+        ]
         self._train = Photos(files[0], size, True, seed, area=(min_crop_size, 1.0))
         self._val = Photos(files[1], size, False, seed, short=val_size)
         self._val_batch_size = val_batch_size or batch_size
@@ -90,7 +97,10 @@ class Dataset:
         self._train_loader = self._loader(self._train, self._sampler)
 
     def reset(self) -> None:
-        """Start the next epoch, in a new order. Free unused memory if the process grew by a quarter since the first reset()."""
+        """Start the next epoch, in a new order.
+
+        Free unused memory if the process grew by a quarter since the first reset().
+        """
         self._epoch += 1
         self._sampler.start_at(self._epoch, 0)
         self._first_resident = self._first_resident or resident_bytes()
@@ -113,8 +123,8 @@ class Dataset:
             give_memory_back()
         if verbose:
             print(
-                f"{(resident_before - resident_bytes()) / 2**20:.0f} MiB given back, {resident_bytes() / 2**20:.0f} MiB "
-                "resident"
+                f"{(resident_before - resident_bytes()) / 2**20:.0f} MiB given back, "
+                f"{resident_bytes() / 2**20:.0f} MiB resident"
             )
 
     def get_nb_train(self) -> int:
@@ -130,7 +140,9 @@ class Dataset:
         return len(self._train.classes)
 
     def _loader(self, data_set: Any, sampler: Any) -> Any:
-        return imagenet.loader(data_set, sampler, self.device, self._workers, self.backend, **self._loader_options)
+        return imagenet.loader(
+            data_set, sampler, self.device, self._workers, self.backend, **self._loader_options
+        )
 
 
 def resident_bytes() -> int:

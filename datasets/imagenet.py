@@ -24,11 +24,22 @@ from datasets.sampler import Sampler
 if TYPE_CHECKING:
     from datasets.synthetic import ColouredNoise
 
-BACKENDS = ["pytorch", "dali", "dali-cpu", "dali-gpu", "kspeed", "dali-kspeed", "packed", "packed-remote", "dpex"]
+BACKENDS = [
+    "pytorch",
+    "dali",
+    "dali-cpu",
+    "dali-gpu",
+    "kspeed",
+    "dali-kspeed",
+    "packed",
+    "packed-remote",
+    "dpex",
+]
 NO_INPUT = ["synthetic", "syntetic"]  # Alibaba's document has the second spelling
 DATA = (
-    "folder or bucket (s3://, obs://, oss://) with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or with CLASS/*.JPEG, of which a "
-    "fifth is held out; a .zip or .tar of these; the .manifest of a labelling platform; or what launch pack made of one of them"
+    "folder or bucket (s3://, obs://, oss://) with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or with "
+    "CLASS/*.JPEG, of which a fifth is held out; a .zip or .tar of these; the .manifest of a labelling "
+    "platform; or what launch pack made of one of them"
 )
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
@@ -46,42 +57,74 @@ def add_options(parser: arguments.Parser) -> None:
         "--data_backend",
         choices=[*BACKENDS, *NO_INPUT],
         default="pytorch",
-        help="where the pictures come from and what decodes them; all but synthetic give the same pictures in the same order. "
+        help="where the pictures come from and what decodes them; all but synthetic give the same pictures "
+        "in the same order. "
         "pytorch: files, decoded on the CPU by nvImageCodec; "
-        "dali-cpu (or dali), dali-gpu: files, decoded by DALI with --workers threads (0: one for each core); "
+        "dali-cpu (or dali), dali-gpu: files, decoded by DALI with --workers threads (0: one for each "
+        "core); "
         "packed: the shards that launch pack makes; "
         "packed-remote: the same, each sample read from the bucket when it is needed; "
         "kspeed, dali-kspeed: files, through a memcached cache that jobs and nodes share; "
-        "dpex: files, decoded by --workers processes of each rank (0: 2) on the Ray cluster RAY_ADDRESS; "
-        "synthetic (or syntetic): one batch of noise that stays on the device, to measure the speed of everything else",
+        "dpex: files, decoded by --workers processes of each rank (0: 2) on the Ray cluster "
+        "RAY_ADDRESS; "
+        "synthetic (or syntetic): one batch of noise that stays on the device, to measure the speed of "
+        "everything else",
     )
     iplist_help = "memcached servers for kspeed, host:port,host:port,...; unset: the variable KSPEED_IPLIST"
     data.add_argument("--kspeed_iplist", help=iplist_help)
     data.add_argument(
-        "--kspeed_user", help="user of the memcached servers, if they need one; the password is the variable KSPEED_PASSWORD"
+        "--kspeed_user",
+        help="user of the memcached servers, if they need one; the password is the variable KSPEED_PASSWORD",
     )
-    fetch_first_help = "with packed and a bucket: train when the whole pack is on the disk; false: while it arrives"
+    fetch_first_help = (
+        "with packed and a bucket: train when the whole pack is on the disk; false: while it arrives"
+    )
     data.add_argument("--fetch_first", type=arguments.boolean, default=False, help=fetch_first_help)
     photo_files.add_max_megapixels(data)
-    data.add_argument("--image_size", type=arguments.number(int, at_least=8), default=224, help="height and width in pixels")
-    data.add_argument("--interpolation", choices=["bilinear", "bicubic", "triangular"], default="bilinear", help="of the "
-                      "resize, which is antialiased; so bilinear is what others call triangular")  # fmt: skip
-    crop_scale_help = (
-        "the smallest fraction of a training picture that a random crop takes; 1: no crops, but the whole picture, squeezed"
+    data.add_argument(
+        "--image_size", type=arguments.number(int, at_least=8), default=224, help="height and width in pixels"
     )
     data.add_argument(
-        "--crop_scale", type=arguments.number(float, above=0, at_most=1), default=crops.AREA[0], help=crop_scale_help
+        "--interpolation",
+        choices=["bilinear", "bicubic", "triangular"],
+        default="bilinear",
+        help="of the resize, which is antialiased; so bilinear is what others call triangular",
+    )
+    crop_scale_help = (
+        "the smallest fraction of a training picture that a random crop takes; 1: no crops, but the whole "
+        "picture, squeezed"
+    )
+    data.add_argument(
+        "--crop_scale",
+        type=arguments.number(float, above=0, at_most=1),
+        default=crops.AREA[0],
+        help=crop_scale_help,
     )
     resize_help = (
-        "the evaluation; short: the short side becomes 8/7 of image_size, and the middle is cut out; whole: nothing is"
+        "the evaluation; short: the short side becomes 8/7 of image_size, and the middle is cut out; "
+        "whole: nothing is"
     )
-    data.add_argument("--resize", choices=["short", "whole"], default="short", help=f"of a picture for {resize_help}")
-    data.add_argument("--augmentation", choices=["none", "autoaugment", "randaugment", "trivialaugment"], default="none",
-                      help="of the training pictures, beside the random crop and flip")  # fmt: skip
-    erasing_help = "fraction of the training pictures in which a random rectangle is erased; 0.1 to 0.25 are usual"
-    data.add_argument("--random_erasing", type=arguments.number(float, at_least=0, at_most=1), default=0, help=erasing_help)
-    data.add_argument("--prefetch", type=arguments.number(int, at_least=1, below=257), default=2, help="batches that each "
-                      "loader process has ready")  # fmt: skip
+    data.add_argument(
+        "--resize", choices=["short", "whole"], default="short", help=f"of a picture for {resize_help}"
+    )
+    data.add_argument(
+        "--augmentation",
+        choices=["none", "autoaugment", "randaugment", "trivialaugment"],
+        default="none",
+        help="of the training pictures, beside the random crop and flip",
+    )
+    erasing_help = (
+        "fraction of the training pictures in which a random rectangle is erased; 0.1 to 0.25 are usual"
+    )
+    data.add_argument(
+        "--random_erasing", type=arguments.number(float, at_least=0, at_most=1), default=0, help=erasing_help
+    )
+    data.add_argument(
+        "--prefetch",
+        type=arguments.number(int, at_least=1, below=257),
+        default=2,
+        help="batches that each loader process has ready",
+    )
     parser.set_defaults(mean=MEAN, std=STD, crop_pct=None, best_by="accuracy")  # pixels go from 0 to 1
     parser.reads = reads
 
@@ -92,7 +135,9 @@ def reads(args: argparse.Namespace) -> arguments.Input:
     synthetic = args.custom_data or backend in NO_INPUT
     return arguments.Input(
         address=args.data_url if is_address(args.data_url) and not synthetic else None,
-        fetched={"packed": "before" if args.fetch_first else "during", "packed-remote": ""}.get(backend, "before"),
+        fetched={"packed": "before" if args.fetch_first else "during", "packed-remote": ""}.get(
+            backend, "before"
+        ),
         synthetic=synthetic,
         remedies=() if backend in NO_INPUT else tuple(_remedies(args)),
         needs=(devices.DALI,) if backend.startswith("dali") else (),
@@ -109,7 +154,10 @@ def _remedies(args: argparse.Namespace) -> Iterator[str]:
 
 
 def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet]:
-    """Return (arguments, training set, validation set). Options that were not given may change to suit the data."""
+    """Return (arguments, training set, validation set).
+
+    Options that were not given may change to suit the data.
+    """
     synthetic = args.custom_data or args.data_backend in NO_INPUT
     previous = {} if synthetic else _previous_settings(args)
     lines = []
@@ -126,32 +174,43 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
         from datasets.synthetic import ColouredNoise
 
         counts = {split: min(count, limit or count) for split, count in counts.items()}
-        train, val = (ColouredNoise(counts[split], size, num_classes, seed) for seed, split in enumerate(("train", "val")))
+        train, val = (
+            ColouredNoise(counts[split], size, num_classes, seed)
+            for seed, split in enumerate(("train", "val"))
+        )
         return args, train, val
     if not args.data_url:
         raise UserError(f"there are no images: give --data_url, a {DATA}; or --custom_data true")
 
     moments.announce("data", args)
     trees, is_unsplit = on_every_rank("data", lambda: _find(args))
-    if collectives.rank_and_size()[1] > 1 and (packs := [files.identity for files in trees if hasattr(files, "identity")]):
-        collectives.require_equal({"the pack in --data_url": packs})  # it may be published again while the ranks read it
+    if collectives.rank_and_size()[1] > 1 and (
+        packs := [files.identity for files in trees if hasattr(files, "identity")]
+    ):
+        # it may be published again while the ranks read it
+        collectives.require_equal({"the pack in --data_url": packs})
     trees = [files.without_larger(args.max_megapixels) for files in trees]
     lines += [files.describe() for files in trees]
     if is_unsplit:
-        seed = previous.get("seed", args.seed) if args.evaluate else args.seed  # another seed would hold out training pictures
+        # another seed would hold out training pictures
+        seed = previous.get("seed", args.seed) if args.evaluate else args.seed
         trees = splits.hold_out(trees[0], seed)
         if args.evaluate and args.weights and "seed" not in args.given:
-            lines.append(f"warning: nothing says what {args.weights} were trained on: some of these pictures, perhaps (--seed)")
+            lines.append(
+                f"warning: nothing says what {args.weights} were trained on: some of these pictures, "
+                "perhaps (--seed)"
+            )
         lines.append(
-            f"{one_line(trees[0].folder)} has no train and val: {len(trees[1])} of its images, a fifth of each class, are held "
-            f"out for the validation, in every start with --seed {seed} the same"
+            f"{one_line(trees[0].folder)} has no train and val: {len(trees[1])} of its images, a fifth of "
+            f"each class, are held out for the validation, in every start with --seed {seed} the same"
         )
     _compare_classes(trees[0], trees[-1])
     args, recipe_line = _apply_recipe(args, trees, previous)
     if previous and (criterion := previous.get("best_by", "accuracy")) != args.best_by:
         if "best_by" in args.given:
             lines.append(
-                f"warning: this run chooses its best epoch by {criterion}, and --best_by {args.best_by} has no effect on it"
+                f"warning: this run chooses its best epoch by {criterion}, and --best_by {args.best_by} "
+                "has no effect on it"
             )
         args = arguments.replaced(args, best_by=criterion)
     if collectives.rank_and_size()[0] == 0:
@@ -161,16 +220,24 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, DataSet, DataSet
     if args.data_backend.endswith("kspeed"):
         from datasets import kspeed
 
-        train, val = (kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, val))
-    options = {"mode": "bicubic" if args.interpolation == "bicubic" else "bilinear", "augmentation": args.augmentation}
+        train, val = (
+            kspeed.through_cache(files, args.kspeed_iplist, args.kspeed_user) for files in (train, val)
+        )
+    options = {
+        "mode": "bicubic" if args.interpolation == "bicubic" else "bilinear",
+        "augmentation": args.augmentation,
+    }
     short = decode.WHOLE if args.resize == "whole" else decode.short_side(size, args.crop_pct)
     train_set = Photos(train, size, True, args.seed, area=(args.crop_scale, 1.0), **options)
     args = arguments.replaced(args, data=_class_counts(trees))
     return args, train_set, Photos(val, size, False, args.seed, short=short, **options)
 
 
-def _remarks(args: argparse.Namespace, trees: Sequence[tree.Tree], recipe_line: Optional[str]) -> Iterator[str]:
-    """Yield lines for the log: doubtful classes or pictures, a slow decoder, and the recipe, if there is one."""
+def _remarks(
+    args: argparse.Namespace, trees: Sequence[tree.Tree], recipe_line: Optional[str]
+) -> Iterator[str]:
+    """Yield lines for the log: doubtful classes or pictures, a slow decoder, and the recipe,
+    if there is one."""
     if len(trees) > 1:
         yield from splits.warnings_about(*trees)
     if args.data_backend in ("pytorch", "kspeed", "dpex"):
@@ -180,7 +247,8 @@ def _remarks(args: argparse.Namespace, trees: Sequence[tree.Tree], recipe_line: 
 
 
 def mix(images: Any, labels: Any, mixup: float, cutmix: float) -> tuple[Any, Any, Any, float]:
-    """Return (images, labels, other labels, weight of labels); with neither mixup nor CutMix unchanged, and a weight of 1."""
+    """Return (images, labels, other labels, weight of labels); with neither mixup nor CutMix unchanged,
+    and a weight of 1."""
     if not (mixup or cutmix):
         return images, labels, labels, 1.0
     from datasets import mixing
@@ -189,7 +257,10 @@ def mix(images: Any, labels: Any, mixup: float, cutmix: float) -> tuple[Any, Any
 
 
 def loss_fn(args: argparse.Namespace, train_set: DataSet, device: torch.device) -> torch.nn.Module:
-    """Return the cross-entropy with --label_smoothing and --class_weights. The evaluation has its own, without them."""
+    """Return the cross-entropy with --label_smoothing and --class_weights.
+
+    The evaluation has its own, without them.
+    """
     if args.class_weights == "none":
         return torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     from datasets import mixing
@@ -201,14 +272,20 @@ def loss_fn(args: argparse.Namespace, train_set: DataSet, device: torch.device) 
 
 
 def _class_counts(trees: Sequence[Any]) -> dict[str, Any]:
-    """Return the numbers of training and validation pictures per class, and what was left out, for the report."""
-    counts = [np.bincount(files.labels, minlength=len(files.classes)).tolist() for files in (trees[0], trees[-1])]
-    left_out = [[reason, len(names), names[0]] for files in trees for reason, names in sorted(files.left_out.items())]
+    """Return the numbers of training and validation pictures per class, and what was left out,
+    for the report."""
+    counts = [
+        np.bincount(files.labels, minlength=len(files.classes)).tolist() for files in (trees[0], trees[-1])
+    ]
+    left_out = [
+        [reason, len(names), names[0]] for files in trees for reason, names in sorted(files.left_out.items())
+    ]
     return {"classes": list(zip(trees[0].classes, *counts)), "left_out": left_out}
 
 
 def _find(args: argparse.Namespace) -> tuple[list[Any], bool]:
-    """Return ([photographs of each needed split], False), or ([all photographs], True) if there is neither train nor val."""
+    """Return ([photographs of each needed split], False),
+    or ([all photographs], True) if there is neither train nor val."""
     if args.data_backend.startswith("packed"):
         from datasets.packs import arrival
 
@@ -224,7 +301,10 @@ def _find(args: argparse.Namespace) -> tuple[list[Any], bool]:
         from datasets.packs import packed
 
         if os.path.isfile(packed.index_path(root, "train")):
-            raise UserError(f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend packed as well")
+            raise UserError(
+                f"--data_url {one_line(root)} holds a pack and no folder train: give --data_backend "
+                "packed as well"
+            )
     if splits.is_unsplit(root):
         return [tree.load(root, args.input_dir)], True
     needed = splits.needed_splits(args.evaluate, os.path.join(root, "train"))
@@ -232,7 +312,8 @@ def _find(args: argparse.Namespace) -> tuple[list[Any], bool]:
 
 
 def _previous_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of the run that is resumed or evaluated; {} if there is none, in a trial, and with --min_nodes."""
+    """Return the arguments of the run that is resumed or evaluated; {} if there is none, in a trial,
+    and with --min_nodes."""
     is_independent = args.prof or args.find_max_batch or args.min_nodes or (args.evaluate and args.weights)
     return {} if is_independent else restore.previous_arguments(args, progress.say)
 
@@ -240,10 +321,11 @@ def _previous_settings(args: argparse.Namespace) -> dict[str, Any]:
 def _apply_recipe(
     args: argparse.Namespace, trees: Sequence[Any], previous: dict[str, Any]
 ) -> tuple[argparse.Namespace, Optional[str]]:
-    """Apply a recipe, except where --weights are evaluated without --recipe; return (arguments, line for the log or None).
+    """Apply a recipe, except where --weights are evaluated without --recipe;
+    return (arguments, line for the log or None).
 
-    `trees`: the photographs of the training and of the validation, or of the one that is read; `previous`: the arguments of
-    the run that goes on, or {}."""
+    `trees`: the photographs of the training and of the validation, or of the one that is read; `previous`:
+    the arguments of the run that goes on, or {}."""
     if args.evaluate and args.weights and "recipe" not in args.given:
         return args, None  # how they were trained cannot be known
     all_pictures = sum(map(len, trees))
@@ -255,18 +337,21 @@ def _apply_recipe(
 
 
 def _compare_classes(train: Any, val: Any) -> None:
-    """Raise a UserError unless the classes are equal: a label would mean one class in training and another in validation."""
+    """Raise a UserError unless the classes are equal: a label would mean one class in training and another in
+    validation."""
     if train.classes != val.classes:
         name = sorted(set(train.classes) ^ set(val.classes))[0]
         has, lacks = (train, val) if name in train.classes else (val, train)
         raise UserError(
-            f"--data_url needs the same classes in train and val: {one_line(has.folder)} has {len(has.classes)} and "
-            f"{one_line(lacks.folder)} {len(lacks.classes)}, and {one_line(name)} is only in the first"
+            f"--data_url needs the same classes in train and val: {one_line(has.folder)} has "
+            f"{len(has.classes)} and {one_line(lacks.folder)} {len(lacks.classes)}, and {one_line(name)} is "
+            "only in the first"
         )
 
 
 def spread(files: tree.Tree, limit: Optional[int]) -> tree.Tree:
-    """Return a tree of at most `limit` samples (None: all), at equal distances in the list, which is sorted by class."""
+    """Return a tree of at most `limit` samples (None: all), at equal distances in the list,
+    which is sorted by class."""
     if limit is None or limit >= len(files):
         return files
     return files.pick(np.arange(limit) * len(files) // limit)
@@ -277,8 +362,10 @@ def loader(
     mean: Sequence[float] = MEAN, std: Sequence[float] = STD, prefetch: int = 2, erasing: float = 0,
     decode_on_gpu: Optional[bool] = None, **options: Any,
 ) -> Loader:  # fmt: skip
-    """Return a loader of the data set. `backend`: one of BACKENDS or NO_INPUT; `erasing`: --random_erasing; `decode_on_gpu`:
-    where DALI decodes; unset, it does so with dali-gpu alone; `options`: more of DeviceLoader."""
+    """Return a loader of the data set.
+
+    `backend`: one of BACKENDS or NO_INPUT; `erasing`: --random_erasing; `decode_on_gpu`: where DALI decodes;
+    unset, it does so with dali-gpu alone; `options`: more of DeviceLoader."""
     if backend in NO_INPUT:
         from datasets.synthetic import Resident
 
@@ -287,8 +374,8 @@ def loader(
         on_gpu = backend == "dali-gpu" if decode_on_gpu is None else decode_on_gpu
         if on_gpu and (data_set.augmentation != "none" or data_set.mode == "bicubic"):
             raise UserError(
-                f"--data_backend {backend} makes the pictures on a GPU, without --augmentation and only with a bilinear "
-                "resize: take dali-cpu, or --augmentation none and --interpolation bilinear"
+                f"--data_backend {backend} makes the pictures on a GPU, without --augmentation and only with "
+                "a bilinear resize: take dali-cpu, or --augmentation none and --interpolation bilinear"
             )
         from datasets.dali import DaliBatches
 
@@ -310,5 +397,6 @@ def loader(
     device_loader.file_of = getattr(data_set, "file_of", None)
     in_this_process = backend.startswith("dali") or (workers == 0 and backend != "dpex")
     if in_this_process and isinstance(data_set, Photos) and data_set.augmentation != "none":
-        device_loader.beside = False  # it draws from torch's generator, which the training step in another thread uses, too
+        # it draws from torch's generator, which the training step in another thread uses, too
+        device_loader.beside = False
     return device_loader

@@ -1,4 +1,5 @@
-"""Batches on the device, in the order of the sampler: of any samples (SampleLoader), or of images (DeviceLoader).
+"""Batches on the device, in the order of the sampler: of any samples (SampleLoader),
+or of images (DeviceLoader).
 
 On a GPU a thread prepares the batches on a second stream, during the training step.
 """
@@ -24,15 +25,19 @@ from common.errors import SampleError, TrainingFailed, UserError, is_system_erro
 AHEAD = 2  # batches that are ready on the GPU while the network computes
 THREAD_NAME = "batches ahead"  # name of the thread that makes them
 THREAD = threading.local()  # has `is_prefetching` in that thread, and in a process that it has forked
-STOP_SECONDS = 1  # longest wait for the batch that is being made when the job is told to stop: it may never come
+# longest wait for the batch that is being made when the job is told to stop: it may never come
+STOP_SECONDS = 1
 DRAWS = (
-    "the data set draws random numbers in the process that trains, where they cannot be seeded for each batch, so a restart "
-    "draws others: give --workers 1 or more"
+    "the data set draws random numbers in the process that trains, where they cannot be seeded for each "
+    "batch, so a restart draws others: give --workers 1 or more"
 )
 
 
 class Loader:
-    """Moves the tensors of batches to the device. `batches` yields tuples that end with the sample ids, or errors to raise."""
+    """Moves the tensors of batches to the device.
+
+    `batches` yields tuples that end with the sample ids, or errors to raise.
+    """
 
     pixels: Optional[Callable] = None
     unit = "samples"
@@ -71,7 +76,10 @@ class Loader:
         return self._clock.read()
 
     def _device_batches(self) -> Generator:
-        """Yield (batch on the device, ids, event after the transfer or None). Runs in the thread, if there is one."""
+        """Yield (batch on the device, ids, event after the transfer or None).
+
+        Runs in the thread, if there is one.
+        """
         devices.use(self.device)
         epoch = self.sampler.epoch
         batches = iter(self._batches)
@@ -88,14 +96,16 @@ class Loader:
             yield prepared, ids, clock.end
 
     def _prepare(self, batch: Any, _ids: torch.Tensor, _epoch: int) -> Any:
-        return pytree.tree_map(lambda leaf: self._move(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch[0])
+        return pytree.tree_map(
+            lambda leaf: self._move(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch[0]
+        )
 
 
 class SampleLoader(Loader):
     """Batches of any data set that has a length and gives sample number i as data_set[i].
 
-    A batch is what `collate_fn` makes of its samples, with the tensors on the device. The global generators of Python, NumPy
-    and torch are seeded for each batch, so a restart draws the same numbers.
+    A batch is what `collate_fn` makes of its samples, with the tensors on the device. The global generators
+    of Python, NumPy and torch are seeded for each batch, so a restart draws the same numbers.
     """
 
     def __init__(
@@ -103,7 +113,8 @@ class SampleLoader(Loader):
         collate_fn: Callable[[list], Any] = collate.default_collate,
     ):  # fmt: skip
         super().__init__(torch_batches(_Samples(data_set, collate_fn), sampler, workers), sampler, device)
-        self.beside = self.beside and workers > 0  # without workers the data set's random draws must not fall into a step
+        # without workers the data set's random draws must not fall into a step
+        self.beside = self.beside and workers > 0
 
 
 class _Samples:
@@ -135,11 +146,13 @@ class DeviceLoader(Loader):
         pin_memory: bool = True,
         layout: Optional[torch.memory_format] = None,
     ):
-        """`mean`, `std`: of pixels from 0 to 1; `augment`: for uint8 batches; `layout`: memory format (None: the fastest)."""
+        """`mean`, `std`: of pixels from 0 to 1; `augment`: for uint8 batches; `layout`:
+        memory format (None: the fastest)."""
         super().__init__(batches, sampler, device, pin_memory)
         self.dtype = dtype
         self._augment = augment
-        self.file_of: Optional[Callable[[int], str]] = None  # returns the name of a sample's file; None if samples have none
+        # returns the name of a sample's file; None if samples have none
+        self.file_of: Optional[Callable[[int], str]] = None
         self._layout = layout or devices.layout(device)
         mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (mean, std))
         with self._clock.stream():  # the stream on which they are used
@@ -160,19 +173,22 @@ class DeviceLoader(Loader):
 
 
 def _copy_tensor(value: object) -> Any:
-    """Return a copy of a tensor, anything else as it is: a tensor from a loader process holds a file descriptor open."""
+    """Return a copy of a tensor, anything else as it is:
+    a tensor from a loader process holds a file descriptor open."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class TransferClock:
-    """Measures the seconds of the work inside `with`; on a GPU the work goes to a second stream and is timed by events."""
+    """Measures the seconds of the work inside `with`; on a GPU the work goes to a second stream and is timed
+    by events."""
 
     def __init__(self, device: torch.device):
         self._stream = devices.side_stream(device)
         self._seconds = 0.0
         self._events = []
         self.end: Any = None  # event after the work, for other streams to wait for; None on a CPU
-        self._events_lock = threading.Lock()  # the loading thread and the training thread both read the events
+        # the loading thread and the training thread both read the events
+        self._events_lock = threading.Lock()
 
     def stream(self) -> Any:
         """Return a context in which operations go to the second stream; one without effect on a CPU."""
@@ -216,8 +232,8 @@ class TransferClock:
 def _start_with_one_torch_thread(work: Callable[[], None]) -> threading.Thread:
     """Start a thread in which torch computes with one thread, as many would take the cores of the training.
 
-    torch.set_num_threads() of a thread is also valid for threads that are started later; so it is waited for, and the number
-    of before set again."""
+    torch.set_num_threads() of a thread is also valid for threads that are started later; so it is waited for,
+    and the number of before set again."""
     num_threads = torch.get_num_threads()
     has_set_its_own = threading.Event()
 
@@ -234,7 +250,10 @@ def _start_with_one_torch_thread(work: Callable[[], None]) -> threading.Thread:
 
 
 def read_ahead(items: Generator, depth: int) -> Iterator:
-    """Yield the items. A thread makes up to `depth` ahead; its errors are raised here, and it is told to end with the loop."""
+    """Yield the items.
+
+    A thread makes up to `depth` ahead; its errors are raised here, and it is told to end with the loop.
+    """
     results = queue.Queue()
     free_slots = threading.Semaphore(depth)
     stopped = threading.Event()
@@ -272,11 +291,19 @@ def more_workers(args: argparse.Namespace) -> Iterator[str]:
         yield f"--workers {cores} (the cores of this node for each rank; now {devices.loader_workers(args)})"
 
 
-def torch_batches(data_set: object, sampler: object, workers: int = 0, prefetch: int = 2) -> torch.utils.data.DataLoader:
-    """Return a DataLoader of `data_set[epoch, ids]` for the sampler's batches of ids; an error may come in place of a batch."""
-    # The sampler gives whole batches of ids. With a generator of its own, an epoch draws nothing from the global one.
+def torch_batches(
+    data_set: object, sampler: object, workers: int = 0, prefetch: int = 2
+) -> torch.utils.data.DataLoader:
+    """Return a DataLoader of `data_set[epoch, ids]` for the sampler's batches of ids;
+    an error may come in place of a batch."""
+    # The sampler gives whole batches of ids. With a generator of its own, an epoch draws nothing from the
+    # global one.
     batches_with_epoch = WithEpoch(sampler, getattr(data_set, "announced", iter))
-    options: dict[str, Any] = {"sampler": batches_with_epoch, "batch_size": None, "generator": torch.Generator()}
+    options: dict[str, Any] = {
+        "sampler": batches_with_epoch,
+        "batch_size": None,
+        "generator": torch.Generator(),
+    }
     if workers:
         from datasets.processes import worker_batches
 
@@ -287,7 +314,8 @@ def torch_batches(data_set: object, sampler: object, workers: int = 0, prefetch:
 class WithSampleErrors(torch.utils.data.Dataset):
     """A data set whose errors name the sample.
 
-    A UserError, TrainingFailed or system error is returned as the batch, for Loader to raise: torch would make a text of it.
+    A UserError, TrainingFailed or system error is returned as the batch, for Loader to raise: torch would
+    make a text of it.
     """
 
     def __init__(self, data_set: Any, sampler: Any):
@@ -304,7 +332,8 @@ class WithSampleErrors(torch.utils.data.Dataset):
             return self._load(epoch, ids)
         except (UserError, TrainingFailed) as error:  # their texts already name the cause
             return error
-        except (Exception, SystemExit) as error:  # a data set that calls sys.exit() would end a process without a word
+        except (Exception, SystemExit) as error:
+            # a data set that calls sys.exit() would end a process without a word
             if is_system_error(error):
                 return error
             text = f"{self._culprit(epoch, ids)}: {type(error).__name__}: {one_line(error)[:300]}"
@@ -323,7 +352,8 @@ class WithSampleErrors(torch.utils.data.Dataset):
         return batch
 
     def _culprit(self, epoch: int, ids: np.ndarray) -> str:
-        """Return a text that names the first sample that fails when loaded alone, or all samples of the batch if none does."""
+        """Return a text that names the first sample that fails when loaded alone,
+        or all samples of the batch if none does."""
         for number in range(len(ids)):
             try:
                 self._data_set[epoch, ids[number : number + 1]]
@@ -333,7 +363,8 @@ class WithSampleErrors(torch.utils.data.Dataset):
 
 
 class WithEpoch:
-    """Yields (epoch, ids) for each batch of the sampler: worker processes outlive an epoch, so they are told which it is.
+    """Yields (epoch, ids) for each batch of the sampler: worker processes outlive an epoch,
+    so they are told which it is.
 
     `announced(batches)` yields what it is given, and may look ahead.
     """

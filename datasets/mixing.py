@@ -1,7 +1,7 @@
 """What recent recipes do to batches: random erasing, mixup and CutMix, and weights of classes in the loss.
 
-What is erased is a pure function of seed, epoch and sample, as crops are; what is mixed comes from torch's generator, which is
-seeded for each step. The rectangles are torchvision's.
+What is erased is a pure function of seed, epoch and sample, as crops are; what is mixed comes from torch's
+generator, which is seeded for each step. The rectangles are torchvision's.
 """
 
 import math
@@ -15,21 +15,25 @@ from common import devices
 from datasets import crops
 from datasets.loader import DeviceLoader
 
-# --- Random erasing -----------------------------------------------------------------------------------------------------
+# --- Random erasing -----------------------------------------------------------------------------------------
 
 ATTEMPTS = 10
 AREA = (0.02, 0.33)
 LOG_RATIO = (math.log(0.3), math.log(3.3))
-DRAW = 4 * crops.ATTEMPTS + 2  # index of the first random number of a sample that neither its crop nor its colours use
+# index of the first random number of a sample that neither its crop nor its colours use
+DRAW = 4 * crops.ATTEMPTS + 2
 
 
 def rectangles(ids: object, height: int, width: int, seed: int, epoch: int, share: float) -> np.ndarray:
-    """Return (top, left, height, width) of what is erased, int64 (N, 4): something in a `share` of the pictures."""
+    """Return (top, left, height, width) of what is erased, int64 (N, 4):
+    something in a `share` of the pictures."""
     ids = np.asarray(ids)
     boxes = np.zeros((len(ids), 4), np.int64)
     pending = np.flatnonzero(crops.uniform(ids, seed, epoch, [DRAW])[0] < share)
     for attempt in range(ATTEMPTS):
-        draws = crops.uniform(ids[pending], seed, epoch, range(DRAW + 1 + 4 * attempt, DRAW + 5 + 4 * attempt))
+        draws = crops.uniform(
+            ids[pending], seed, epoch, range(DRAW + 1 + 4 * attempt, DRAW + 5 + 4 * attempt)
+        )
         pixels = height * width * (AREA[0] + draws[0] * (AREA[1] - AREA[0]))
         ratio = np.exp(LOG_RATIO[0] + draws[1] * (LOG_RATIO[1] - LOG_RATIO[0]))
         high = np.rint(np.sqrt(pixels * ratio)).astype(np.int64)
@@ -64,14 +68,15 @@ class ErasingLoader(DeviceLoader):
         return erase_rectangles(images, ids, self.seed, epoch, self.share), labels
 
 
-# --- Mixup and CutMix ---------------------------------------------------------------------------------------------------
+# --- Mixup and CutMix ---------------------------------------------------------------------------------------
 
 
 def mix(
     images: torch.Tensor, labels: torch.Tensor, mixup: float, cutmix: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """Return (images, labels, other labels, weight of labels): each image blended with another (mixup) or with a rectangle of
-    another (CutMix), in the strengths given, of which one is above 0. With both, one of them is drawn."""
+    """Return (images, labels, other labels, weight of labels): each image blended with another (mixup) or
+    with a rectangle of another (CutMix), in the strengths given, of which one is above 0. With both, one of
+    them is drawn."""
     uses_cutmix = cutmix > 0 and (mixup == 0 or bool(torch.rand(()) < 0.5))
     strength = cutmix if uses_cutmix else mixup
     weight = float(torch.distributions.Beta(strength, strength).sample())
@@ -87,7 +92,8 @@ def mix(
 
 
 def rectangle(height: int, width: int, weight: float) -> tuple[int, int, int, int]:
-    """Return (top, left, bottom, right) around a random middle, cut off at the edges, of at most 1 - `weight` of the pixels."""
+    """Return (top, left, bottom, right) around a random middle, cut off at the edges,
+    of at most 1 - `weight` of the pixels."""
     middle_x = int(torch.randint(width, size=(1,)))
     middle_y = int(torch.randint(height, size=(1,)))
     half_side = 0.5 * math.sqrt(1 - weight)  # as a fraction of the picture's
@@ -100,11 +106,12 @@ def rectangle(height: int, width: int, weight: float) -> tuple[int, int, int, in
     return top, left, bottom, right
 
 
-# --- Weights of classes -------------------------------------------------------------------------------------------------
+# --- Weights of classes -------------------------------------------------------------------------------------
 
 
 def balanced_weights(labels: Any, classes: int) -> torch.Tensor:
-    """Return a weight for each class, so that all that have samples count alike, and a sample 1 in the mean."""
+    """Return a weight for each class, so that all that have samples count alike,
+    and a sample 1 in the mean."""
     counts = np.bincount(labels, minlength=classes)
     mean_count = len(labels) / max(1, np.count_nonzero(counts))
     return torch.from_numpy(np.divide(mean_count, counts, out=np.zeros(classes), where=counts > 0)).float()
@@ -114,13 +121,17 @@ def describe_weights(weights: torch.Tensor, classes: Sequence[str]) -> str:
     """Return the weights for the log: the smallest and the largest."""
     low = int(weights.where(weights > 0, torch.inf).argmin())
     high = int(weights.argmax())
-    return f"--class_weights balanced: from {weights[low]:.3g} for {classes[low]} to {weights[high]:.3g} for {classes[high]}"
+    return (
+        f"--class_weights balanced: from {weights[low]:.3g} for {classes[low]} to {weights[high]:.3g} for "
+        f"{classes[high]}"
+    )
 
 
 class WeightedLoss(torch.nn.Module):
     """Cross-entropy, each sample times the weight of its class, divided by the number of samples.
 
-    torch's divides by the sum of their weights: a sample of a rare class would count less in a micro-batch with more of them.
+    torch's divides by the sum of their weights: a sample of a rare class would count less in a micro-batch
+    with more of them.
     """
 
     def __init__(self, weights: torch.Tensor, label_smoothing: float) -> None:
@@ -129,5 +140,7 @@ class WeightedLoss(torch.nn.Module):
         self._label_smoothing = label_smoothing
 
     def forward(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        losses = torch.nn.functional.cross_entropy(output, labels, label_smoothing=self._label_smoothing, reduction="none")
+        losses = torch.nn.functional.cross_entropy(
+            output, labels, label_smoothing=self._label_smoothing, reduction="none"
+        )
         return (losses * self._weights[labels]).mean()

@@ -1,7 +1,9 @@
-"""The defaults of train_imagenet.py for options that are not given: ImageNet's, NVIDIA's, torchvision's, a small folder's.
+"""The defaults of train_imagenet.py for options that are not given: ImageNet's, NVIDIA's, torchvision's,
+a small folder's.
 
-A folder of a few hundred pictures needs other settings than a million pictures: smaller batches, because an epoch would have
-one step; Adam, because there are few steps; larger crops and an uncropped evaluation, so that the subject stays visible.
+A folder of a few hundred pictures needs other settings than a million pictures: smaller batches, because an
+epoch would have one step; Adam, because there are few steps; larger crops and an uncropped evaluation, so
+that the subject stays visible.
 """
 
 import argparse
@@ -16,25 +18,27 @@ SMALL_SET = 5000  # pictures, including those of the validation
 
 # The defaults of NVIDIA's ResNet-50 script.
 NVIDIA = {
-    "lr_batch": 0, "schedule": "step", "warmup": 0, "weight_decay": 1e-4, "label_smoothing": 0.0, "nesterov": False,
-    "amp_dtype": "float32",
+    "lr_batch": 0, "schedule": "step", "warmup": 0, "weight_decay": 1e-4, "label_smoothing": 0.0,
+    "nesterov": False, "amp_dtype": "float32",
 }  # fmt: skip
 
-# torchvision's for ResNet-50 with an accuracy of 80.9 %, on 8 GPUs with 128 pictures each, but without its averaged weights,
-# its smaller pictures in training and its sampler that repeats pictures.
+# torchvision's for ResNet-50 with an accuracy of 80.9 %, on 8 GPUs with 128 pictures each, but without its
+# averaged weights, its smaller pictures in training and its sampler that repeats pictures.
 TORCHVISION = {
-    "epochs": 600, "lr": 0.5, "lr_batch": 1024, "weight_decay": 2e-5, "augmentation": "trivialaugment", "random_erasing": 0.1,
-    "mixup": 0.2, "cutmix": 1.0, "nesterov": False,
+    "epochs": 600, "lr": 0.5, "lr_batch": 1024, "weight_decay": 2e-5, "augmentation": "trivialaugment",
+    "random_erasing": 0.1, "mixup": 0.2, "cutmix": 1.0, "nesterov": False,
 }  # fmt: skip
 
-# The settings for a small folder, chosen on the pictures that tests/tools/pictures.py draws (tests/benchmarks/RESULTS.md).
+# The settings for a small folder, chosen on the pictures that tests/tools/pictures.py draws
+# (tests/benchmarks/RESULTS.md).
 SMALL = {"optimizer": "adamw", "label_smoothing": 0.1, "crop_scale": 0.7, "resize": "whole"}
 BATCH = 32  # the largest total batch
 STEPS = 8  # the fewest steps of an epoch, for which the batch is made smaller
 WARMUP = 0.3  # fraction of the epochs
 # {optimizer: (lr for a total batch of BATCH, power of the batch with which the lr grows, weight decay)}
 RATES = {"adamw": (2e-3, 0.5, 0.05), "sgd": (0.1, 1, 5e-4)}
-WITH_WEIGHTS = 0.1  # factor of the lr with --weights, which keeps what they have learnt; usual, not chosen on those pictures
+# factor of the lr with --weights, which keeps what they have learnt; usual, not chosen on those pictures
+WITH_WEIGHTS = 0.1
 
 
 def spelled(values: Mapping[str, Any]) -> str:
@@ -45,9 +49,11 @@ def spelled(values: Mapping[str, Any]) -> str:
 def with_recipe(
     args: argparse.Namespace, pictures: int, trained_on: int, ranks: int, previous: Mapping[str, Any]
 ) -> tuple[argparse.Namespace, Optional[str]]:
-    """Return the arguments with a recipe for so many pictures and the options that it sets, and a line for the log or None.
+    """Return the arguments with a recipe for so many pictures and the options that it sets,
+    and a line for the log or None.
 
-    Given options stay. A resumed run keeps its recipe and settings, perhaps not batch_size; `previous`: its arguments, or {}.
+    Given options stay. A resumed run keeps its recipe and settings, perhaps not batch_size; `previous`: its
+    arguments, or {}.
     """
     if "recipe" not in args.given:
         recipe = "imagenet"
@@ -60,20 +66,29 @@ def with_recipe(
         return args, None
     values = _small_settings(args, trained_on, ranks)
     if previous.get("recipe") == "small":
-        recomputed = [] if args.exact else ["batch_size"]  # of a rank: it differs with the number of ranks, for the same total
-        values = {name: value if name in recomputed else previous.get(name, value) for name, value in values.items()}
+        # of a rank: it differs with the number of ranks, for the same total
+        recomputed = [] if args.exact else ["batch_size"]
+        values = {
+            name: value if name in recomputed else previous.get(name, value) for name, value in values.items()
+        }
     values = {name: value for name, value in values.items() if name not in args.given}
     changed = {name: vars(args)[name] for name, value in values.items() if value != vars(args)[name]}
     args = arguments.replaced(args, **values, changed={**args.changed, **changed})
     texts = {name: f"{value:g}" if isinstance(value, float) else value for name, value in values.items()}
     settings = " ".join(f"--{name} {text}" for name, text in texts.items())
-    reason = f"{pictures} pictures are few, so this run has" if "recipe" not in args.given else "--recipe small has"
+    reason = (
+        f"{pictures} pictures are few, so this run has"
+        if "recipe" not in args.given
+        else "--recipe small has"
+    )
     return args, f"{reason} {settings} (--recipe imagenet: the settings of ImageNet)"
 
 
 def _small_settings(args: argparse.Namespace, trained_on: float, ranks: int) -> dict[str, Any]:
-    """Return the settings of --recipe small for so many training pictures, which may be estimated, and ranks."""
-    # The parts of a total batch: the shares if it has any; in an elastic job, all ranks that there may be; else the ranks.
+    """Return the settings of --recipe small for so many training pictures, which may be estimated,
+    and ranks."""
+    # The parts of a total batch: the shares if it has any; in an elastic job, all ranks that there may be;
+    # else the ranks.
     parts = args.shares or (args.world.world_size if args.min_nodes else ranks)
     batch = min(BATCH, 2 ** int(math.log2(max(1, trained_on / STEPS))))
     min_size = 2 if trained_on >= 2 * parts else 1  # norms of a last layer have no statistic of one sample

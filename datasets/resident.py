@@ -1,6 +1,8 @@
-"""Batches of small images that lie on a GPU: a step sends nothing to it, and the host launches four kernels for a batch.
+"""Batches of small images that lie on a GPU: a step sends nothing to it,
+and the host launches four kernels for a batch.
 
-Where the crops of an epoch lie is computed when the epoch begins. The pictures are those of crops.crop_and_flip().
+Where the crops of an epoch lie is computed when the epoch begins. The pictures are those of
+crops.crop_and_flip().
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # images, labels
 
 
 class ResidentLoader(DeviceLoader):
-    """Yields (images, labels), ready for the network, of a copy of all `images` (uint8 N, C, H, W) and their `labels`."""
+    """Yields (images, labels), ready for the network, of a copy of all `images` (uint8 N, C, H, W) and their
+    `labels`."""
 
     def __init__(
         self,

@@ -1,8 +1,10 @@
-"""The order of the samples: a function of (seed, epoch), whatever the number of ranks, loader workers or restarts.
+"""The order of the samples: a function of (seed, epoch), whatever the number of ranks,
+loader workers or restarts.
 
-`batch_size` is per device. One step of all ranks together takes `global_batch` = batch_size x ranks samples: step k of an
-epoch is order[k*G:(k+1)*G], and rank r takes its r-th contiguous slice. So for an equal G the steps see the same sets of
-samples at every world size, and a run can stop after any sample and go on with the next one.
+`batch_size` is per device. One step of all ranks together takes `global_batch` = batch_size x ranks samples:
+step k of an epoch is order[k*G:(k+1)*G], and rank r takes its r-th contiguous slice. So for an equal G the
+steps see the same sets of samples at every world size, and a run can stop after any sample and go on with the
+next one.
 """
 
 from collections.abc import Iterator
@@ -14,7 +16,8 @@ from common.errors import TooFewSamples, UserError
 
 
 class EpochSampler:
-    """Batches of sample ids for training: shuffled anew each epoch, the incomplete last global batch dropped."""
+    """Batches of sample ids for training: shuffled anew each epoch,
+    the incomplete last global batch dropped."""
 
     def __init__(self, num_samples: int, batch_size: int, seed: int):
         self.num_samples = num_samples
@@ -26,7 +29,8 @@ class EpochSampler:
         self.start_at(epoch=0, consumed=0)
 
     def shard(self, rank: int, world_size: int) -> None:
-        """From here on, yield this rank's slice of every global batch, whose size becomes a rank's batch x `world_size`."""
+        """From here on, yield this rank's slice of every global batch,
+        whose size becomes a rank's batch x `world_size`."""
         self._deal(range(rank, rank + 1), world_size, "ranks", self.global_batch // self.shares * world_size)
 
     def deal(self, own_shares: range, shares: int, global_batch: int) -> None:
@@ -41,7 +45,8 @@ class EpochSampler:
         self.set_global_batch(global_batch)
 
     def set_global_batch(self, global_batch: int) -> None:
-        """Set the samples per step of all ranks; UserError unless all parts are equal and there are so many samples."""
+        """Set the samples per step of all ranks; UserError unless all parts are equal and there are so many
+        samples."""
         if global_batch % self.shares:
             allowed = [size for size in range(1, global_batch + 1) if global_batch % size == 0]
             raise UserError(
@@ -74,7 +79,8 @@ class EpochSampler:
         return self.consumed // self.global_batch
 
     def step_ids(self, epoch: int, consumed: int) -> np.ndarray:
-        """Return the ids of all ranks' samples in the step that follows the first `consumed` samples of `epoch`."""
+        """Return the ids of all ranks' samples in the step that follows the first `consumed` samples of
+        `epoch`."""
         return self._order(epoch)[consumed : consumed + self.global_batch]
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -91,8 +97,10 @@ class EpochSampler:
 
 
 class EverySample(EpochSampler):
-    """Like EpochSampler, with a last batch of the remaining samples. If they do not divide among the ranks, the first samples
-    of the epoch fill it up, as in torch's DistributedSampler: the other ranks would wait for a rank with fewer samples."""
+    """Like EpochSampler, with a last batch of the remaining samples.
+
+    If they do not divide among the ranks, the first samples of the epoch fill it up, as in torch's
+    DistributedSampler: the other ranks would wait for a rank with fewer samples."""
 
     def set_global_batch(self, global_batch: int) -> None:
         """Set the samples per step of all ranks. Any number will do, since the last batch may be smaller."""
@@ -104,7 +112,8 @@ class EverySample(EpochSampler):
         return self.num_samples
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        order = np.resize(self._order(self.epoch), -(-self.num_samples // self.shares) * self.shares)  # resize() repeats it
+        # resize() repeats it
+        order = np.resize(self._order(self.epoch), -(-self.num_samples // self.shares) * self.shares)
         for start in range(self.consumed, len(order), self.global_batch):
             batch = order[start : start + self.global_batch]
             size = len(batch) // self.shares
@@ -125,8 +134,9 @@ class InOrder:
         self.shard(0, 1)
 
     def shard(self, rank: int, world_size: int, whole_batches: bool = False) -> None:
-        """From here on, yield every world_size-th sample; with `whole_batches`, every world_size-th batch, so that batches
-        have the same samples at every number of ranks. All ranks together see each sample exactly once."""
+        """From here on, yield every world_size-th sample; with `whole_batches`, every world_size-th batch, so
+        that batches have the same samples at every number of ranks. All ranks together see each sample
+        exactly once."""
         _require_within(range(rank, rank + 1), world_size, "ranks")
         self.rank = rank
         self.world_size = world_size
@@ -134,7 +144,9 @@ class InOrder:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         if self.whole_batches:
-            for start in range(self.rank * self.batch_size, self.num_samples, self.world_size * self.batch_size):
+            for start in range(
+                self.rank * self.batch_size, self.num_samples, self.world_size * self.batch_size
+            ):
                 yield np.arange(start, min(start + self.batch_size, self.num_samples))
             return
         rank_ids = np.arange(self.rank, self.num_samples, self.world_size)
@@ -143,7 +155,9 @@ class InOrder:
 
     def __len__(self) -> int:
         if self.whole_batches:
-            return len(range(self.rank * self.batch_size, self.num_samples, self.world_size * self.batch_size))
+            return len(
+                range(self.rank * self.batch_size, self.num_samples, self.world_size * self.batch_size)
+            )
         return -(-len(range(self.rank, self.num_samples, self.world_size)) // self.batch_size)
 
 

@@ -1,4 +1,7 @@
-"""Synthetic images, to try a job without a data set and without Internet (--custom_data true). The accuracy means nothing."""
+"""Synthetic images, to try a job without a data set and without Internet (--custom_data true).
+
+The accuracy means nothing.
+"""
 
 import io
 from collections.abc import Iterator
@@ -43,7 +46,8 @@ def blurry_and_sharp(number: int, split: str, size: int) -> list[bytes]:
 
 
 def cifar_like(count: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return uint8 images (count, 3, 32, 32) and their labels; those of a smaller count are the first of a larger count."""
+    """Return uint8 images (count, 3, 32, 32) and their labels;
+    those of a smaller count are the first of a larger count."""
     split_number = {"train": 1, "test": 2}[split]
     patterns = np.random.default_rng(SEED).uniform(-1, 1, (10, 3, 8, 8)).repeat(4, axis=2).repeat(4, axis=3)
     labels = np.random.default_rng([SEED, split_number, 1]).integers(0, 10, count)
@@ -72,25 +76,30 @@ class ColouredNoise:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __getitem__(
+        self, epoch_and_ids: tuple[int, np.ndarray]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ids = torch.from_numpy(epoch_and_ids[1])
         generator = torch.Generator()
         pixels = torch.empty((len(ids), self.size, self.size, 3), dtype=torch.uint8)
         for picture, number in zip(pixels, ids.tolist()):
             picture.random_(0, 64, generator=generator.manual_seed(self.seed + number))
-        pixels += torch.stack([(self.labels[ids] * prime) % 192 for prime in (37, 59, 83)], dim=1).to(torch.uint8)[
-            :, None, None
-        ]
+        pixels += torch.stack([(self.labels[ids] * prime) % 192 for prime in (37, 59, 83)], dim=1).to(
+            torch.uint8
+        )[:, None, None]
         return pixels.permute(0, 3, 1, 2), self.labels[ids], ids
 
 
 class Resident(Loader):
-    """A loader without cost: it yields the same noise, which stays on the device, for every batch of the sampler."""
+    """A loader without cost: it yields the same noise, which stays on the device,
+    for every batch of the sampler."""
 
     file_of = None
     unit = "images"
 
-    def __init__(self, data_set: Any, sampler: Sampler, device: torch.device, layout: torch.memory_format) -> None:
+    def __init__(
+        self, data_set: Any, sampler: Sampler, device: torch.device, layout: torch.memory_format
+    ) -> None:
         super().__init__(None, sampler, device)
         self.beside = False
         self._layout = layout
@@ -102,7 +111,9 @@ class Resident(Loader):
         for ids in STOPS.each(self.sampler):
             if images is None or len(ids) > len(images):
                 generator = torch.Generator(self.device).manual_seed(0)
-                images = torch.randn((len(ids), 3, self._size, self._size), device=self.device, generator=generator)
+                images = torch.randn(
+                    (len(ids), 3, self._size, self._size), device=self.device, generator=generator
+                )
                 images = images.contiguous(memory_format=self._layout)
                 labels = torch.randint(0, self._classes, (len(ids),), device=self.device, generator=generator)
             self.ids = torch.from_numpy(ids)

@@ -1,8 +1,9 @@
-"""Reading untrusted archives and pickles: nothing in them is executed, and nothing is written outside the folder.
+"""Reading untrusted archives and pickles: nothing in them is executed,
+and nothing is written outside the folder.
 
-Modules that read them for Python have been bypassed more than once, and a pickle can execute any code, so none is trusted here:
-an archive may hold only plain files whose names lead below its folder, and folders, which are ignored; the pickle only the
-opcodes of a dictionary of lists, byte strings and one array of uint8.
+Modules that read them for Python have been bypassed more than once, and a pickle can execute any code, so
+none is trusted here: an archive may hold only plain files whose names lead below its folder, and folders,
+which are ignored; the pickle only the opcodes of a dictionary of lists, byte strings and one array of uint8.
 """
 
 import contextlib
@@ -38,7 +39,8 @@ IsWanted = Callable[[str], object]  # whether the content of a file is wanted; i
 
 
 class _Bounded:
-    """A stream of at most `limit` bytes, so that neither an archive bomb nor a giant header fills the memory."""
+    """A stream of at most `limit` bytes, so that neither an archive bomb nor a giant header fills the
+    memory."""
 
     def __init__(self, stream: Any, limit: float) -> None:
         self._stream = stream
@@ -53,7 +55,8 @@ class _Bounded:
 
 
 def is_unpacked(archive: str, folder: str) -> bool:
-    """Return whether unpack() made the folder from this archive, whose size and time have not changed since."""
+    """Return whether unpack() made the folder from this archive,
+    whose size and time have not changed since."""
     try:
         return Path(folder, NOTE).read_text() == _identity(archive, os.stat(archive))
     except (OSError, ValueError):
@@ -65,12 +68,14 @@ def _identity(archive: str, status: os.stat_result) -> str:
 
 
 def unpack(
-    archive: str, folder: str, place_of: Callable[[str], Optional[str]], max_bytes: int, needed: Collection[str] = (),
-    count: Callable[[], object] = lambda: None,
+    archive: str, folder: str, place_of: Callable[[str], Optional[str]], max_bytes: int,
+    needed: Collection[str] = (), count: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
-    """Unpack a .zip, .tar or .tar.gz into `folder`, which appears whole or not at all and replaces an earlier one.
+    """Unpack a .zip, .tar or .tar.gz into `folder`, which appears whole or not at all and replaces an earlier
+    one.
 
-    `place_of(name)`: where a file belongs below `folder`, or None to leave it out; a ValueError refuses the archive.
+    `place_of(name)`: where a file belongs below `folder`, or None to leave it out; a ValueError refuses the
+    archive.
     `max_bytes`: of all files. `needed`: places that have to be there. `count()` is called for each file.
     """
     parent, name = os.path.split(os.path.abspath(folder))
@@ -102,14 +107,26 @@ def unpack(
         shutil.rmtree(os.path.join(folder, ".replaced"), ignore_errors=True)
     except (*DAMAGES, OSError) as error:
         if is_system_error(error):
-            raise TrainingFailed(f"{archive} cannot be unpacked: {one_line(error)}; mend that and start again") from None
-        raise UserError(f"{archive} cannot be unpacked: {one_line(error)[:200]}; make or fetch it again") from None
+            raise TrainingFailed(
+                f"{archive} cannot be unpacked: {one_line(error)}; mend that and start again"
+            ) from None
+        raise UserError(
+            f"{archive} cannot be unpacked: {one_line(error)[:200]}; make or fetch it again"
+        ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 # What reading a damaged archive raises.
-DAMAGES = (tarfile.TarError, zipfile.BadZipFile, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error)
+DAMAGES = (
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    EOFError,
+    ValueError,
+    RecursionError,
+    NotImplementedError,
+    zlib.error,
+)
 
 
 def _members(file: BinaryIO, max_bytes: float, is_wanted: IsWanted) -> Iterator[Member]:
@@ -127,8 +144,8 @@ def _members(file: BinaryIO, max_bytes: float, is_wanted: IsWanted) -> Iterator[
 def in_tar(stream: Any, is_wanted: IsWanted) -> Iterator[Member]:
     """Read a tar to its end, and yield its files that are wanted.
 
-    Unlike tarfile, which takes a damaged header for the end, it accounts for every byte. A ValueError or TarError refuses
-    all but plain files and folders.
+    Unlike tarfile, which takes a damaged header for the end, it accounts for every byte. A ValueError or
+    TarError refuses all but plain files and folders.
     """
     position = 0
     extension = {}
@@ -177,7 +194,10 @@ def in_tar(stream: Any, is_wanted: IsWanted) -> Iterator[Member]:
 
 
 def _records(header: bytes) -> dict[str, Any]:
-    """Return {key: value} of the header that says more of the next file. Each record is b"LENGTH KEY=VALUE\\n"."""
+    """Return {key: value} of the header that says more of the next file.
+
+    Each record is b"LENGTH KEY=VALUE\\n".
+    """
     records = {}
     position = 0
     while position < len(header):
@@ -213,10 +233,14 @@ def _zipped(file: BinaryIO, max_bytes: float, is_wanted: IsWanted) -> Iterator[M
         for name, member in zip(_names_in_zip(archive), archive.infolist()):
             if name.endswith("/"):
                 continue
-            is_plain = stat.S_IFMT(member.external_attr >> 16) in (0, stat.S_IFREG) and not member.flag_bits & 1
-            if not is_plain or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others know no limit
+            is_plain = (
+                stat.S_IFMT(member.external_attr >> 16) in (0, stat.S_IFREG) and not member.flag_bits & 1
+            )
+            # others know no limit
+            if not is_plain or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ValueError(
-                    f"{one_line(name)[:80]!r} in it is no plain file, or is encrypted, or in a form of few programs"
+                    f"{one_line(name)[:80]!r} in it is no plain file, or is encrypted, or in a form of "
+                    "few programs"
                 )
             if _is_kept(name, member.file_size, is_wanted):
                 with archive.open(member) as stream:
@@ -227,12 +251,17 @@ def _zipped(file: BinaryIO, max_bytes: float, is_wanted: IsWanted) -> Iterator[M
 
 
 def _names_in_zip(archive: zipfile.ZipFile) -> list[str]:
-    """Return the names of the files. Those that are not said to be UTF-8 are all that or, of Windows in China, all GB 18030."""
+    """Return the names of the files.
+
+    Those that are not said to be UTF-8 are all that or, of Windows in China, all GB 18030.
+    """
     names = [member.filename for member in archive.infolist()]
     undeclared = [number for number, member in enumerate(archive.infolist()) if not member.flag_bits & 0x800]
     for code in ("utf-8", "gb18030"):
         with contextlib.suppress(UnicodeError):
-            for number, name in zip(undeclared, [names[number].encode("cp437").decode(code) for number in undeclared]):
+            for number, name in zip(
+                undeclared, [names[number].encode("cp437").decode(code) for number in undeclared]
+            ):
                 names[number] = name
             break
     return [_clean_name(name.replace("\\", "/")) for name in names]
@@ -276,12 +305,15 @@ class _BatchUnpickler(PlainUnpickler):
     }
     dispatch: ClassVar[Any] = {
         **PlainUnpickler.dispatch,
-        **opcodes(pickle.SETITEM, pickle.SETITEMS, pickle.APPEND, pickle.APPENDS, pickle.REDUCE, pickle.BUILD),
+        **opcodes(
+            pickle.SETITEM, pickle.SETITEMS, pickle.APPEND, pickle.APPENDS, pickle.REDUCE, pickle.BUILD
+        ),
     }
 
 
 def read_batch(path: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (images uint8 (N, 3, 32, 32), labels int64 (N,)) of a CIFAR-10 file (Python version); UserError if it is none."""
+    """Return (images uint8 (N, 3, 32, 32), labels int64 (N,)) of a CIFAR-10 file (Python version);
+    UserError if it is none."""
     with open(path, "rb") as file:
         content = file.read(64 * 2**20)
     try:
@@ -296,5 +328,7 @@ def read_batch(path: str) -> tuple[np.ndarray, np.ndarray]:
             raise ValueError("a label is not in 0..9")
     except Exception as error:  # a damaged pickle can raise anything
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise UserError(f"{path} is not a CIFAR-10 batch: {one_line(reason)[:200]}; fetch the data set again") from None
+        raise UserError(
+            f"{path} is not a CIFAR-10 batch: {one_line(reason)[:200]}; fetch the data set again"
+        ) from None
     return images.reshape(-1, 3, 32, 32), np.asarray(labels, dtype=np.int64)

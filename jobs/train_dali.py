@@ -1,18 +1,18 @@
-"""Train ResNet-18 on CIFAR-10. train.py is the base, on one device; other jobs add features to it, in marked blocks.
+"""Train ResNet-18 on CIFAR-10. train.py is the base, on one device; other jobs add features in marked blocks.
 
-    python jobs/train.py --custom_data true --epochs 2      synthetic images: no data, no network, no GPU needed
-    python jobs/train.py --data_url /data/cifar10           a folder with cifar-10-batches-py or cifar-10-python.tar.gz
-    python jobs/train.py                                    downloads CIFAR-10 into input_dir first
+    python jobs/train.py --custom_data true --epochs 2  synthetic images: no data, no network, no GPU needed
+    python jobs/train.py --data_url /data/cifar10       a folder with CIFAR-10's files, or with its archive
+    python jobs/train.py                                downloads CIFAR-10 into input_dir first
 
-Started again, it goes on where it stopped. The recipe of the ModelArts sample:
---optimizer adam --lr 0.01 --schedule constant --weight_decay 0 --label_smoothing 0 --augment false --epochs 100
+Started again, it goes on where it stopped. The recipe of the ModelArts sample: --optimizer adam --lr 0.01
+--schedule constant --weight_decay 0 --label_smoothing 0 --augment false --epochs 100
 """
 
 ### DALI: how to start it, and when ###
 __doc__ = f"""{__doc__}
-NVIDIA's library makes the batches, on a GPU the cropping and flipping, too: the same pictures as in the base, bit for bit.
-Images as small as CIFAR's gain nothing by it; for photographs see train_imagenet.py --data_backend dali-cpu or dali-gpu.
---workers are DALI's threads, at least one.
+NVIDIA's library makes the batches, on a GPU the cropping and flipping, too: the same pictures as in the base,
+bit for bit. Images as small as CIFAR's gain nothing by it; for photographs see train_imagenet.py
+--data_backend dali-cpu or dali-gpu. --workers are DALI's threads, at least one.
 
     python jobs/train_dali.py --custom_data true
 """
@@ -20,13 +20,15 @@ Images as small as CIFAR's gain nothing by it; for photographs see train_imagene
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+# Consoles start this file from any folder.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 try:
     from common import packages
 
     packages.require_datasets()
 except ImportError as error:  # this file was uploaded alone, or without a part of its folder
-    sys.stderr.write(f"error: {error}: upload common and datasets too, or a bundle: python -m launch bundle JOB\n")
+    advice = "upload common and datasets too, or a bundle: python -m launch bundle JOB"
+    sys.stderr.write(f"error: {error}: {advice}\n")
     sys.exit(2)
 if __name__ == "__main__":
     packages.check()  # before torch is imported, to report a missing or outdated package in one line
@@ -55,12 +57,12 @@ def main():
 
     torch.manual_seed(args.seed)
 
-    # The order of the samples depends only on (seed, epoch), so a restarted run continues with the next sample.
+    # The order of the samples depends only on (seed, epoch), so a restarted run goes on with the next one.
     train_set, test_set = cifar10.load(args)
     train_sampler = EpochSampler(len(train_set), args.batch_size, seed=args.seed)
     test_sampler = InOrder(len(test_set), batch_size=500)
 
-    # Batches of (images, labels), normalised on the device; --augment crops and flips the training images at random.
+    # Batches of (images, labels), normalised on the device; --augment crops and flips those of the training.
     ### DALI: crops and flips by DALI, in the sampler's order and by the same numbers ###
     # was: train_loader = cifar10.loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
     train_loader = dali.cifar_loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
@@ -68,8 +70,9 @@ def main():
 
     test_loader = cifar10.loader(test_set, test_sampler, device)
 
-    # The memory layout of the images, which is the fastest one for convolutions: channels last, except on NPUs.
-    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=devices.layout(device))
+    # The fastest memory layout for convolutions: channels last, except on NPUs.
+    layout = devices.layout(device)
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=layout)
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
 
@@ -111,7 +114,7 @@ def main():
 
 
 def learning_rate(args, peak, progress):
-    """Return the rate: `peak` throughout, or with one_cycle rising to it for a fifth of the run and then falling to zero."""
+    """Return the rate: `peak`; with one_cycle, rising to it for a fifth of the run, then falling to zero."""
     scale = 1 if args.schedule == "constant" else min(progress / 0.2, (1 - progress) / 0.8)
     return peak * scale
 

@@ -1,29 +1,33 @@
-"""Train ResNet-18 on CIFAR-10. train.py is the base, on one device; other jobs add features to it, in marked blocks.
+"""Train ResNet-18 on CIFAR-10. train.py is the base, on one device; other jobs add features in marked blocks.
 
-    python jobs/train.py --custom_data true --epochs 2      synthetic images: no data, no network, no GPU needed
-    python jobs/train.py --data_url /data/cifar10           a folder with cifar-10-batches-py or cifar-10-python.tar.gz
-    python jobs/train.py                                    downloads CIFAR-10 into input_dir first
+    python jobs/train.py --custom_data true --epochs 2  synthetic images: no data, no network, no GPU needed
+    python jobs/train.py --data_url /data/cifar10       a folder with CIFAR-10's files, or with its archive
+    python jobs/train.py                                downloads CIFAR-10 into input_dir first
 
-Started again, it goes on where it stopped. The recipe of the ModelArts sample:
---optimizer adam --lr 0.01 --schedule constant --weight_decay 0 --label_smoothing 0 --augment false --epochs 100
+Started again, it goes on where it stopped. The recipe of the ModelArts sample: --optimizer adam --lr 0.01
+--schedule constant --weight_decay 0 --label_smoothing 0 --augment false --epochs 100
 """
 
 ### DDP: how to start it, and when ###
 __doc__ = f"""{__doc__}
-Whenever there is more than one GPU: every GPU of every node works, one process each, and the gradients are averaged.
+Whenever there is more than one GPU: every GPU of every node works, one process each, and the gradients are
+averaged.
 
-    python jobs/train_ddp.py --custom_data true --nproc_per_node 2                      two processes on this machine
+    python jobs/train_ddp.py --custom_data true --nproc_per_node 2  two processes on this machine
     torchrun --nproc_per_node 2 jobs/train_ddp.py --custom_data true
     python -m torch.distributed.launch --nproc_per_node 2 jobs/train_ddp.py --custom_data true
 
-On a platform, upload it and choose the nodes: it is started once per node and finds the rest out by itself. By hand,
-on each node: python jobs/train_ddp.py --init_method tcp://FIRST_NODE:PORT --rank NODE --world_size NODES
+On a platform, upload it and choose the nodes: it is started once per node and finds the rest out by itself.
+By hand, on each node:
+
+    python jobs/train_ddp.py --init_method tcp://FIRST_NODE:PORT --rank NODE --world_size NODES
 """
 ### end DDP ###
 ### AMP: how to start it, and when ###
 __doc__ = f"""{__doc__}
-On GPUs with tensor cores, and on CPUs with bfloat16 arithmetic: half the memory traffic and several times the speed for
-heavy networks, little for light ones. bfloat16 where the hardware has it, float16 with scaled gradients elsewhere.
+On GPUs with tensor cores, and on CPUs with bfloat16 arithmetic: half the memory traffic and several times the
+speed for heavy networks, little for light ones. bfloat16 where the hardware has it, float16 with scaled
+gradients elsewhere.
 
     python jobs/train_amp.py --custom_data true
     python jobs/train_amp.py --custom_data true --amp_dtype bfloat16
@@ -32,13 +36,15 @@ heavy networks, little for light ones. bfloat16 where the hardware has it, float
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+# Consoles start this file from any folder.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 try:
     from common import packages
 
     packages.require_datasets()
 except ImportError as error:  # this file was uploaded alone, or without a part of its folder
-    sys.stderr.write(f"error: {error}: upload common and datasets too, or a bundle: python -m launch bundle JOB\n")
+    advice = "upload common and datasets too, or a bundle: python -m launch bundle JOB"
+    sys.stderr.write(f"error: {error}: {advice}\n")
     sys.exit(2)
 if __name__ == "__main__":
     packages.check()  # before torch is imported, to report a missing or outdated package in one line
@@ -62,7 +68,8 @@ def main():
     norms.add_options(parser)
     ### end DDP ###
     ### AMP: which half precision ###
-    parser.add_argument("--amp_dtype", choices=["bfloat16", "float16"], help="unset: bfloat16, or float16 on a GPU without it")
+    dtype_help = "unset: bfloat16, or float16 on a GPU without it"
+    parser.add_argument("--amp_dtype", choices=["bfloat16", "float16"], help=dtype_help)
     ### end AMP ###
 
     args = arguments.parse(parser)
@@ -83,7 +90,7 @@ def main():
 
     torch.manual_seed(args.seed)
 
-    # The order of the samples depends only on (seed, epoch), so a restarted run continues with the next sample.
+    # The order of the samples depends only on (seed, epoch), so a restarted run goes on with the next one.
     train_set, test_set = cifar10.load(args)
     train_sampler = EpochSampler(len(train_set), args.batch_size, seed=args.seed)
     test_sampler = InOrder(len(test_set), batch_size=500)
@@ -92,18 +99,20 @@ def main():
     test_sampler.shard(torch.distributed.get_rank(), torch.distributed.get_world_size())
     ### end DDP ###
 
-    # Batches of (images, labels), normalised on the device; --augment crops and flips the training images at random.
+    # Batches of (images, labels), normalised on the device; --augment crops and flips those of the training.
     train_loader = cifar10.loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
 
     test_loader = cifar10.loader(test_set, test_sampler, device)
 
-    # The memory layout of the images, which is the fastest one for convolutions: channels last, except on NPUs.
-    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=devices.layout(device))
+    # The fastest memory layout for convolutions: channels last, except on NPUs.
+    layout = devices.layout(device)
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=layout)
     ### DDP: every rank starts from rank 0's weights, and backward() averages the gradients over all ranks ###
     if norms.over_all_ranks(args):
         model = norms.synchronised(model)
     if torch.distributed.get_world_size() > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
+        ddp_settings = {"gradient_as_bucket_view": True, **norms.OWN_STATISTICS}
+        model = torch.nn.parallel.DistributedDataParallel(model, **ddp_settings)
     ### end DDP ###
 
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
@@ -164,7 +173,7 @@ def main():
 
 
 def learning_rate(args, peak, progress):
-    """Return the rate: `peak` throughout, or with one_cycle rising to it for a fifth of the run and then falling to zero."""
+    """Return the rate: `peak`; with one_cycle, rising to it for a fifth of the run, then falling to zero."""
     scale = 1 if args.schedule == "constant" else min(progress / 0.2, (1 - progress) / 0.8)
     return peak * scale
 

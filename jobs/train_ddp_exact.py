@@ -1,45 +1,51 @@
-"""Train ResNet-18 on CIFAR-10. train.py is the base, on one device; other jobs add features to it, in marked blocks.
+"""Train ResNet-18 on CIFAR-10. train.py is the base, on one device; other jobs add features in marked blocks.
 
-    python jobs/train.py --custom_data true --epochs 2      synthetic images: no data, no network, no GPU needed
-    python jobs/train.py --data_url /data/cifar10           a folder with cifar-10-batches-py or cifar-10-python.tar.gz
-    python jobs/train.py                                    downloads CIFAR-10 into input_dir first
+    python jobs/train.py --custom_data true --epochs 2  synthetic images: no data, no network, no GPU needed
+    python jobs/train.py --data_url /data/cifar10       a folder with CIFAR-10's files, or with its archive
+    python jobs/train.py                                downloads CIFAR-10 into input_dir first
 
-Started again, it goes on where it stopped. The recipe of the ModelArts sample:
---optimizer adam --lr 0.01 --schedule constant --weight_decay 0 --label_smoothing 0 --augment false --epochs 100
+Started again, it goes on where it stopped. The recipe of the ModelArts sample: --optimizer adam --lr 0.01
+--schedule constant --weight_decay 0 --label_smoothing 0 --augment false --epochs 100
 """
 
 ### DDP: how to start it, and when ###
 __doc__ = f"""{__doc__}
-Whenever there is more than one GPU: every GPU of every node works, one process each, and the gradients are averaged.
+Whenever there is more than one GPU: every GPU of every node works, one process each, and the gradients are
+averaged.
 
-    python jobs/train_ddp.py --custom_data true --nproc_per_node 2                      two processes on this machine
+    python jobs/train_ddp.py --custom_data true --nproc_per_node 2  two processes on this machine
     torchrun --nproc_per_node 2 jobs/train_ddp.py --custom_data true
     python -m torch.distributed.launch --nproc_per_node 2 jobs/train_ddp.py --custom_data true
 
-On a platform, upload it and choose the nodes: it is started once per node and finds the rest out by itself. By hand,
-on each node: python jobs/train_ddp.py --init_method tcp://FIRST_NODE:PORT --rank NODE --world_size NODES
+On a platform, upload it and choose the nodes: it is started once per node and finds the rest out by itself.
+By hand, on each node:
+
+    python jobs/train_ddp.py --init_method tcp://FIRST_NODE:PORT --rank NODE --world_size NODES
 """
 ### end DDP ###
 ### EXACT: how to start it, and when ###
 __doc__ = f"""{__doc__}
-Where the result must not depend on how many GPUs there are, also when that changes between two starts of a run: the same
-weights and metrics, bit for bit. The global batch is cut into --shares parts; a rank computes one or more of them, each with
-batch norm statistics and random numbers of its own, and all gradients are added in one order (docs/exact.md).
+Where the result must not depend on how many GPUs there are, also when that changes between two starts of a
+run: the same weights and metrics, bit for bit. The global batch is cut into --shares parts; a rank computes
+one or more of them, each with batch norm statistics and random numbers of its own, and all gradients are
+added in one order (docs/exact.md).
 
-    python jobs/train_exact.py --custom_data true --shares 4                                  all shares in one process
-    python jobs/train_ddp_exact.py --custom_data true --shares 4 --nproc_per_node 2           the same bits, with two
+    python jobs/train_exact.py --custom_data true --shares 4                         all shares in one process
+    python jobs/train_ddp_exact.py --custom_data true --shares 4 --nproc_per_node 2  the same bits, with two
 """
 ### end EXACT ###
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+# Consoles start this file from any folder.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 try:
     from common import packages
 
     packages.require_datasets()
 except ImportError as error:  # this file was uploaded alone, or without a part of its folder
-    sys.stderr.write(f"error: {error}: upload common and datasets too, or a bundle: python -m launch bundle JOB\n")
+    advice = "upload common and datasets too, or a bundle: python -m launch bundle JOB"
+    sys.stderr.write(f"error: {error}: {advice}\n")
     sys.exit(2)
 if __name__ == "__main__":
     packages.check()  # before torch is imported, to report a missing or outdated package in one line
@@ -80,7 +86,7 @@ def main():
 
     torch.manual_seed(args.seed)
 
-    # The order of the samples depends only on (seed, epoch), so a restarted run continues with the next sample.
+    # The order of the samples depends only on (seed, epoch), so a restarted run goes on with the next one.
     train_set, test_set = cifar10.load(args)
     train_sampler = EpochSampler(len(train_set), args.batch_size, seed=args.seed)
     test_sampler = InOrder(len(test_set), batch_size=500)
@@ -89,20 +95,22 @@ def main():
     test_sampler.shard(torch.distributed.get_rank(), torch.distributed.get_world_size())
     ### end DDP ###
 
-    # Batches of (images, labels), normalised on the device; --augment crops and flips the training images at random.
+    # Batches of (images, labels), normalised on the device; --augment crops and flips those of the training.
     train_loader = cifar10.loader(train_set, train_sampler, device, args.augment, args.seed, args.workers)
 
     test_loader = cifar10.loader(test_set, test_sampler, device)
 
-    # The memory layout of the images, which is the fastest one for convolutions: channels last, except on NPUs.
-    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=devices.layout(device))
+    # The fastest memory layout for convolutions: channels last, except on NPUs.
+    layout = devices.layout(device)
+    model = resnet18(num_classes=len(train_set.classes), width=args.width).to(device).to(memory_format=layout)
     ### DDP: every rank starts from rank 0's weights, and backward() averages the gradients over all ranks ###
     if norms.over_all_ranks(args):
         model = norms.synchronised(model)
     if torch.distributed.get_world_size() > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **norms.OWN_STATISTICS)
+        ddp_settings = {"gradient_as_bucket_view": True, **norms.OWN_STATISTICS}
+        model = torch.nn.parallel.DistributedDataParallel(model, **ddp_settings)
     ### end DDP ###
-    ### EXACT: the global batch becomes that of all shares, of which this rank computes some; test batches stay whole ###
+    ### EXACT: the global batch is that of all shares; this rank computes some; test batches stay whole ###
     shares = exact.Shares(args, model, train_sampler, test_sampler)
     ### end EXACT ###
 
@@ -146,7 +154,7 @@ def main():
 
             optimizer.zero_grad()
             loss.backward()
-            ### EXACT: after this rank's last share, the gradients become the means of all shares of all ranks ###
+            ### EXACT: after this rank's last share, the gradients are the means of all shares ###
             loss = shares.mean(loss)
             if loss is None:
                 continue
@@ -165,7 +173,7 @@ def main():
 
 
 def learning_rate(args, peak, progress):
-    """Return the rate: `peak` throughout, or with one_cycle rising to it for a fifth of the run and then falling to zero."""
+    """Return the rate: `peak`; with one_cycle, rising to it for a fifth of the run, then falling to zero."""
     scale = 1 if args.schedule == "constant" else min(progress / 0.2, (1 - progress) / 0.8)
     return peak * scale
 

@@ -1,23 +1,26 @@
 """Train a network to sharpen blurry pictures, on pairs {train,test}/{blurry,sharp}/SUB/IMAGE.
 
-    python jobs/train_restore.py --custom_data true --epochs 12          pairs of its own, no data needed: half a minute
-    python jobs/train_restore.py --data_url /data/deblur --resize 0      crops of the pictures as they are
+    python jobs/train_restore.py --custom_data true --epochs 12      pairs of its own: half a minute
+    python jobs/train_restore.py --data_url /data/deblur --resize 0  crops of the pictures as they are
     torchrun --nproc_per_node 8 jobs/train_restore.py --data_url /data/deblur --data_backend dali-gpu
 
-Every GPU of every node works, in half precision. After each epoch: PSNR, SSIM, loss over the test pairs; examples (input,
-output, target) in the output folder and in TensorBoard. Started again, it goes on where it stopped.
+Every GPU of every node works, in half precision. After each epoch: PSNR, SSIM, loss over the test pairs;
+examples (input, output, target) in the output folder and in TensorBoard. Started again, it goes on where it
+stopped.
 """
 
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # consoles start this file from any folder
+# Consoles start this file from any folder.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 try:
     from common import packages
 
     packages.require_datasets()
 except ImportError as error:  # this file was uploaded alone, or without a part of its folder
-    sys.stderr.write(f"error: {error}: upload common and datasets too, or a bundle: python -m launch bundle JOB\n")
+    advice = "upload common and datasets too, or a bundle: python -m launch bundle JOB"
+    sys.stderr.write(f"error: {error}: {advice}\n")
     sys.exit(2)
 if __name__ == "__main__":
     packages.check()  # before torch is imported, to report a missing or outdated package in one line
@@ -64,15 +67,22 @@ def main():
         model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
     loss_fn = torch.nn.L1Loss()
     devices.compile_network(args, model, loss_fn=loss_fn)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, **devices.fused(device))
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=args.lr, weight_decay=args.weight_decay, **devices.fused(device)
+    )
 
-    # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; bfloat16 needs no scaling.
-    amp_dtype = devices.half_precision(args, device) if args.amp_dtype or device.type != "cpu" else torch.float32
+    # Half precision on a GPU. float16 has a small range, so its gradients are scaled up; bfloat16 needs no
+    # scaling.
+    amp_dtype = (
+        devices.half_precision(args, device) if args.amp_dtype or device.type != "cpu" else torch.float32
+    )
     autocast = devices.autocast(device, amp_dtype)
     scaler = Scaler(device.type, enabled=amp_dtype == torch.float16)
 
-    run = Run(args, train_sampler, model, data_set=train_set, test_samples=len(test_set), best_by="psnr", best_is="highest",
-              optimizer=optimizer, scaler=scaler)  # fmt: skip
+    run = Run(
+        args, train_sampler, model, optimizer=optimizer, scaler=scaler,
+        data_set=train_set, test_samples=len(test_set), best_by="psnr", best_is="highest",
+    )  # fmt: skip
     run.resume()  # from the newest checkpoint in the output folder, if there is one
     if not run.goes_on:
         metrics, _ = evaluate(run.model, test_loader, len(test_set))
@@ -98,7 +108,10 @@ def main():
         metrics, strips = evaluate(run.model, test_loader, len(test_set))
         if strips:
             run.picture(
-                f"epoch_{epoch + 1}", torch.cat(strips, dim=1), rows=len(strips), columns=["blurry", "restored", "sharp"]
+                f"epoch_{epoch + 1}",
+                torch.cat(strips, dim=1),
+                rows=len(strips),
+                columns=["blurry", "restored", "sharp"],
             )
         run.end_epoch(**metrics)
 
@@ -109,20 +122,28 @@ def main():
 def options():
     parser = arguments.general_parser(__doc__, data=pairs.DATA, workers=None)
     parser.set_defaults(epochs=100, batch_size=8, lr=1e-3, weight_decay=0.0)
-    arguments.explain(parser, lr="learning rate at its highest, after a tenth of the run; the same for any number of ranks")
+    arguments.explain(
+        parser, lr="learning rate at its highest, after a tenth of the run; the same for any number of ranks"
+    )
     pairs.add_options(parser)
     group.add_options(parser)
     training = arguments.group(parser, "training")
     arguments.add_compile(training)
-    training.add_argument("--amp_dtype", choices=["bfloat16", "float16", "float32"],
-                          help="unset: on a GPU bfloat16, or float16 where it has no bfloat16; float32 on a CPU")  # fmt: skip
-    training.add_argument("--width", type=arguments.number(int, at_least=1, below=1025), default=48, help="channels inside")
+    training.add_argument(
+        "--amp_dtype",
+        choices=["bfloat16", "float16", "float32"],
+        help="unset: on a GPU bfloat16, or float16 where it has no bfloat16; float32 on a CPU",
+    )
+    training.add_argument(
+        "--width", type=arguments.number(int, at_least=1, below=1025), default=48, help="channels inside"
+    )
     return parser
 
 
 @torch.no_grad()
 def evaluate(model, loader, count):
-    """Return the metrics over all ranks' `count` test pairs, and this rank's first examples: blurry, restored, sharp."""
+    """Return the metrics over all ranks' `count` test pairs, and this rank's first examples: blurry,
+    restored, sharp."""
     model.eval()
     sums = torch.zeros(3, dtype=devices.widest(loader.device), device=loader.device)
     rows = []

@@ -1,4 +1,7 @@
-"""Programs to use before and after a job: python -m launch VERB ... Each verb is a small program with a --help of its own."""
+"""Programs to use before and after a job: python -m launch VERB ...
+
+Each verb is a small program with a --help of its own.
+"""
 
 import difflib
 import importlib

@@ -1,17 +1,20 @@
-"""The marked blocks that make a feature job out of jobs/train.py: show them, remove them, put two features together.
+"""The marked blocks that make a feature job out of jobs/train.py: show them, remove them,
+put two features together.
 
-    python -m launch blocks list                        every job, its blocks and how many lines they add and replace
-    python -m launch blocks show jobs/train_ddp.py      what DDP changes
-    python -m launch blocks revert jobs/train_ddp.py    the single-card job that it came from
-    python -m launch blocks compose DDP AMP             a job with both features
-    python -m launch blocks rebase                      put every job's blocks into a changed jobs/train.py
+    python -m launch blocks list                      every job, its blocks, the lines they add and replace
+    python -m launch blocks show jobs/train_ddp.py    what DDP changes
+    python -m launch blocks revert jobs/train_ddp.py  the single-card job that it came from
+    python -m launch blocks compose DDP AMP           a job with both features
+    python -m launch blocks rebase                    put every job's blocks into a changed jobs/train.py
 
-A block begins with `### TAG: why ###` and ends with `### end TAG ###` at the same indentation. Directly after its first line,
-`# was: <line>` names each line of the base that it replaces; without such a line it only adds. Blocks do not nest.
+A block begins with `### TAG: why ###` and ends with `### end TAG ###` at the same indentation. Directly after
+its first line, `# was: <line>` names each line of the base that it replaces; without such a line it only
+adds. Blocks do not nest.
 
-list, show and revert also take a script in the form of ModelArts' sample, by its path. There a line that reads
-`### 分布式改造,... ###` opens a block, and the same line closes it. list and show take the Template's scripts as
-well, whose blocks begin with `# new #` and end before an empty line between two statements, or with their indentation.
+list, show and revert also take a script in the form of ModelArts' sample, by its path. There a line that
+reads `### 分布式改造,... ###` opens a block, and the same line closes it. list and show take the Template's
+scripts as well, whose blocks begin with `# new #` and end before an empty line between two statements, or
+with their indentation.
 """
 
 import argparse
@@ -59,11 +62,16 @@ class Block:
 
     @property
     def code(self) -> list[str]:
-        """The lines of code that the block adds, without comments and empty lines; empty if it sets __doc__, the job's help."""
+        """The lines of code that the block adds, without comments and empty lines; empty if it sets __doc__,
+        the job's help."""
         if self.text[1].startswith("__doc__ = "):
             return []
         end = None if TEMPLATE.fullmatch(self.text[0]) else -1  # that form has no closing line
-        return [line for line in self.text[1 + len(self.replaced) : end] if line.strip() and not line.lstrip().startswith("#")]
+        return [
+            line
+            for line in self.text[1 + len(self.replaced) : end]
+            if line.strip() and not line.lstrip().startswith("#")
+        ]
 
 
 def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
@@ -81,21 +89,28 @@ def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
                 raise BlockError(f"{place}: ### end {closing[2]} ### closes a block that was never opened")
             indent, tag, first_line = opened
             if closing[2] != tag:
-                raise BlockError(f"{place}: ### end {closing[2]} ### does not match {tag}, opened in line {first_line}")
+                raise BlockError(
+                    f"{place}: ### end {closing[2]} ### does not match {tag}, opened in line {first_line}"
+                )
             if closing[1] != indent:
-                raise BlockError(f"{place}: ### end {tag} ### is not indented as its first line, line {first_line}")
+                raise BlockError(
+                    f"{place}: ### end {tag} ### is not indented as its first line, line {first_line}"
+                )
             text = lines[first_line - 1 : number]
             replaced = itertools.takewhile(bool, map(WAS.fullmatch, text[1:]))
             originals = tuple(f"{indent}{match[2]}" if match and match[2] else "" for match in replaced)
             if len(text) == 2 + len(originals):
-                raise BlockError(f"{place}: the {tag} block opened in line {first_line} has no line of its own")
+                raise BlockError(
+                    f"{place}: the {tag} block opened in line {first_line} has no line of its own"
+                )
             blocks.append(Block(tag, len(base), originals, tuple(text)))
             base += originals
             opened = None
         elif opening:
             if opened:
                 raise BlockError(
-                    f"{place}: {opening[2]} opens inside the {opened[1]} block of line {opened[2]}: blocks do not nest"
+                    f"{place}: {opening[2]} opens inside the {opened[1]} block of line {opened[2]}: "
+                    "blocks do not nest"
                 )
             opened = opening[1], opening[2], number
         elif opened and original:
@@ -107,7 +122,9 @@ def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
         elif original:
             raise BlockError(f"{place}: # was: is outside of a block")
         elif line.lstrip().startswith("###"):
-            raise BlockError(f"{place}: a line that begins with ### has the form `### TAG: why ###` or `### end TAG ###`")
+            raise BlockError(
+                f"{place}: a line that begins with ### has the form `### TAG: why ###` or `### end TAG ###`"
+            )
         elif not opened:
             base.append(line)
     if opened:
@@ -116,7 +133,8 @@ def parse(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
 
 
 def parse_sample(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
-    """Return (lines outside blocks, blocks) of a script whose blocks begin and end with equal lines, like ModelArts' sample."""
+    """Return (lines outside blocks, blocks) of a script whose blocks begin and end with equal lines,
+    like ModelArts' sample."""
     base: list[str] = []
     blocks: list[Block] = []
     opened: Optional[int] = None  # index of the line that opened a block
@@ -129,17 +147,21 @@ def parse_sample(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
         elif marker:
             if _plain(line) != _plain(lines[opened]):
                 raise BlockError(
-                    f"{name}:{index + 1}: the block of line {opened + 1} ends with another line than it began with"
+                    f"{name}:{index + 1}: the block of line {opened + 1} ends with another line than it "
+                    "began with"
                 )
             blocks.append(Block(marker[1], len(base), (), tuple(lines[opened : index + 1])))
             opened = None
     if opened is not None:
-        raise BlockError(f"{name}:{opened + 1}: the block is never closed: the same line has to stand below it once more")
+        raise BlockError(
+            f"{name}:{opened + 1}: the block is never closed: the same line has to stand below it once more"
+        )
     return base, blocks
 
 
 def parse_template(lines: list[str], name: str) -> tuple[list[str], list[Block]]:
-    """Return (lines outside blocks, blocks) of a script whose blocks begin with `# new #`, as in the Template repository.
+    """Return (lines outside blocks, blocks) of a script whose blocks begin with `# new #`,
+    as in the Template repository.
 
     A block has the statements below its first line, up to an empty line or the end of its indentation.
     """
@@ -181,12 +203,14 @@ def _last_lines(lines: list[str], name: str) -> dict[int, int]:
 
 
 def _plain(marker: str) -> str:
-    """Return a line that opens or closes a block, without white space and with an ASCII comma, for comparisons."""
+    """Return a line that opens or closes a block, without white space and with an ASCII comma,
+    for comparisons."""
     return re.sub(r"\s", "", marker).replace(FULLWIDTH_COMMA, ",")
 
 
 def read(path: Union[str, Path]) -> tuple[list[str], list[Block]]:
-    """Return (base lines, blocks) of a job, or of a script in the form of ModelArts' sample or of the Template.
+    """Return (base lines, blocks) of a job, or of a script in the form of ModelArts' sample or of the
+    Template.
 
     The base is the script without its blocks, with the lines that `# was:` names.
     """
@@ -205,8 +229,9 @@ def reverted(path: Union[str, Path]) -> str:
     base, blocks = read(path)
     if any(TEMPLATE.fullmatch(block.text[0]) for block in blocks):
         raise BlockError(
-            f"{path}: a block below # new # does not say which lines it replaced: take the script that it was made from, or "
-            "jobs/train_ddp.py, jobs/train_dp.py or jobs/train_amp.py, which can be reverted"
+            f"{path}: a block below # new # does not say which lines it replaced: take the script that it "
+            "was made from, or jobs/train_ddp.py, jobs/train_dp.py or jobs/train_amp.py, which can be "
+            "reverted"
         )
     return "\n".join(base)
 
@@ -215,7 +240,9 @@ def apply(base: list[str], blocks: list[Block]) -> list[str]:
     """Return the lines of `base` with the blocks put in; those at one place are in the order of ORDER."""
     lines = []
     position = 0
-    for block in sorted(blocks, key=lambda block: (block.position, bool(block.replaced), ORDER.index(block.tag))):
+    for block in sorted(
+        blocks, key=lambda block: (block.position, bool(block.replaced), ORDER.index(block.tag))
+    ):
         lines += base[position : block.position]
         lines += block.text
         position = block.position + len(block.replaced)
@@ -242,14 +269,20 @@ def compose(tags: Sequence[str]) -> list[str]:
     for tag in tags:
         job_base, blocks = read(job_of(tag))
         if not blocks:
-            raise BlockError(f"{job_of(tag)} has no blocks any more, and {tag} is read from there: git checkout {job_of(tag)}")
+            raise BlockError(
+                f"{job_of(tag)} has no blocks any more, and {tag} is read from there: git checkout "
+                f"{job_of(tag)}"
+            )
         if job_base != base:
-            raise BlockError(f"{job_of(tag)}: without its blocks it is not {BASE.name}; run python -m launch blocks rebase")
+            raise BlockError(
+                f"{job_of(tag)}: without its blocks it is not {BASE.name}; run python -m launch blocks rebase"
+            )
         for block in blocks:
             for number in range(block.position, block.position + len(block.replaced)):
                 if owner.setdefault(number, tag) != tag:
                     raise BlockError(
-                        f"{owner[number]} and {tag} both replace line {number + 1} of {BASE.name}: {base[number].strip()}"
+                        f"{owner[number]} and {tag} both replace line {number + 1} of {BASE.name}: "
+                        f"{base[number].strip()}"
                     )
         chosen += blocks
     return apply(base, chosen)
@@ -261,7 +294,8 @@ def feature_jobs() -> list[Path]:
 
 
 def rebase(path: Path, base: list[str]) -> list[str]:
-    """Return the job with its blocks put into a changed `base`; BlockError if the lines that place a block are gone."""
+    """Return the job with its blocks put into a changed `base`;
+    BlockError if the lines that place a block are gone."""
     old, blocks = read(path)
     moved: dict[int, int] = {}  # {line of the old base: line of the new one}
     for match in difflib.SequenceMatcher(None, old, base, autojunk=False).get_matching_blocks():
@@ -274,35 +308,45 @@ def rebase(path: Path, base: list[str]) -> list[str]:
             if below is None or any(
                 moved.get(block.position + offset) != below + offset for offset in range(len(block.replaced))
             ):
-                raise BlockError(f"{path}: the {block.tag} block `{block.text[0].strip()}` replaces a line that has changed")
+                raise BlockError(
+                    f"{path}: the {block.tag} block `{block.text[0].strip()}` replaces a line that has "
+                    "changed"
+                )
             position = below
         elif above is not None and (old[block.position - 1].strip() or below is None):
             position = above + 1
         elif below is not None:
             position = below
         else:
-            raise BlockError(f"{path}: the lines around the {block.tag} block `{block.text[0].strip()}` have changed")
+            raise BlockError(
+                f"{path}: the lines around the {block.tag} block `{block.text[0].strip()}` have changed"
+            )
         placed.append(dataclasses.replace(block, position=position))
     return apply(base, placed)
 
 
 def _refuse_other_bases(paths: list[Path]) -> None:
-    """Raise BlockError if jobs differ outside their blocks: rebase would lose the difference, which belongs in train.py."""
+    """Raise BlockError if jobs differ outside their blocks: rebase would lose the difference,
+    which belongs in train.py."""
     reference, *rest = paths
     lines = read(reference)[0]
     for path in rest:
         for number, (expected, actual) in enumerate(itertools.zip_longest(lines, read(path)[0]), 1):
             if expected != actual:
                 raise BlockError(
-                    f"{path.name} and {reference.name} differ outside their blocks, in line {number} of the base: "
-                    f"{(actual or '').strip()!r} and {(expected or '').strip()!r}; make the change in {BASE.name}"
+                    f"{path.name} and {reference.name} differ outside their blocks, in line {number} of the "
+                    f"base: {(actual or '').strip()!r} and {(expected or '').strip()!r}; make the change in "
+                    f"{BASE.name}"
                 )
 
 
 def table(paths: Sequence[str] = ()) -> str:
-    """Return a Markdown table with a row for each of `paths` or, if there are none, for each job that has blocks."""
+    """Return a Markdown table with a row for each of `paths` or, if there are none,
+    for each job that has blocks."""
     rows = ["| job | blocks | lines added | base lines replaced |", "|---|---|---|---|"]
-    for name, path in [(path, path) for path in paths] or [(f"jobs/{path.name}", path) for path in feature_jobs()]:
+    for name, path in [(path, path) for path in paths] or [
+        (f"jobs/{path.name}", path) for path in feature_jobs()
+    ]:
         code = [block for block in read(path)[1] if block.code]
         added = sum(len(block.code) for block in code)
         replaced = sum(len(block.replaced) for block in code)
@@ -311,11 +355,16 @@ def table(paths: Sequence[str] = ()) -> str:
 
 
 def show(path: Union[str, Path]) -> str:
-    """Return the text of all blocks, each below a comment with the last line before it, or a line that says there are none."""
+    """Return the text of all blocks, each below a comment with the last line before it,
+    or a line that says there are none."""
     base, blocks = read(path)
     parts = []
     for block in blocks:
-        above = [f"{number}: {line.strip()}" for number, line in enumerate(base[: block.position], 1) if line.strip()]
+        above = [
+            f"{number}: {line.strip()}"
+            for number, line in enumerate(base[: block.position], 1)
+            if line.strip()
+        ]
         heading = f"# after line {above[-1]}" if above else "# at the top"
         parts.append("\n".join([heading, *block.text]))
     return "\n\n".join(parts) or (
@@ -327,9 +376,16 @@ def show(path: Union[str, Path]) -> str:
 def main(argv: list[str]) -> int:
     parser = new_parser("blocks", __doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("list", help="every job and its blocks").add_argument("jobs", nargs="*", metavar="JOB", help="these alone")
-    for verb, help_text in (("show", "what the blocks of a job change"), ("revert", "the job without its blocks")):
-        verbs.add_parser(verb, help=help_text).add_argument("job", help="the job's file, such as jobs/train_ddp.py")
+    verbs.add_parser("list", help="every job and its blocks").add_argument(
+        "jobs", nargs="*", metavar="JOB", help="these alone"
+    )
+    for verb, help_text in (
+        ("show", "what the blocks of a job change"),
+        ("revert", "the job without its blocks"),
+    ):
+        verbs.add_parser(verb, help=help_text).add_argument(
+            "job", help="the job's file, such as jobs/train_ddp.py"
+        )
     verbs.add_parser("compose", help="a job with several features").add_argument(
         "tags", nargs="+", type=str.upper, metavar="TAG", help=f"of {', '.join(ORDER)}"
     )
@@ -341,7 +397,8 @@ def main(argv: list[str]) -> int:
 
 
 def _show_or_write(text: str, output: Optional[str]) -> None:
-    """Print or write the text; BlockError if `output` exists and its base is not train.py, or jobs/ would lose blocks."""
+    """Print or write the text; BlockError if `output` exists and its base is not train.py,
+    or jobs/ would lose blocks."""
     if not output:
         print(text, end="" if text.endswith("\n") else "\n")
         return
@@ -350,15 +407,20 @@ def _show_or_write(text: str, output: Optional[str]) -> None:
         raise BlockError(f"{path} is what every job is made from: give another name")
     base, blocks = read(path) if path.exists() else (None, [])
     if base not in (None, BASE.read_text().split("\n")):
-        raise BlockError(f"{path} exists and is not {BASE.name} with blocks: give another name, or remove it first")
+        raise BlockError(
+            f"{path} exists and is not {BASE.name} with blocks: give another name, or remove it first"
+        )
     if path.resolve().parent == JOBS and _lacks_blocks(blocks, text):
-        raise BlockError(f"{path} would lose blocks that compose and rebase read from there: give another name")
+        raise BlockError(
+            f"{path} would lose blocks that compose and rebase read from there: give another name"
+        )
     path.write_text(text)
     print(f"wrote {path}")
 
 
 def _lacks_blocks(blocks: list[Block], text: str) -> bool:
-    """Return whether `text` lacks a block of a job of one feature, or a feature of a job that combines several."""
+    """Return whether `text` lacks a block of a job of one feature,
+    or a feature of a job that combines several."""
     if len({block.tag for block in blocks}) > 1:
         return any(f"### {block.tag}: " not in text for block in blocks)
     return any("\n".join(block.text) not in text for block in blocks)
@@ -376,8 +438,12 @@ def run(options: argparse.Namespace) -> str:
         return "\n".join(compose(options.tags))
     base = BASE.read_text().split("\n")
     _refuse_other_bases(feature_jobs())
-    rebased = {path: rebase(path, base) for path in feature_jobs()}  # all before any is written: an error changes no file
+    # all before any is written: an error changes no file
+    rebased = {path: rebase(path, base) for path in feature_jobs()}
     changed = [path for path, lines in rebased.items() if path.read_text() != "\n".join(lines)]
     for path in changed:
         path.write_text("\n".join(rebased[path]))
-    return f"{len(rebased)} jobs follow {BASE.name}; changed: {', '.join(path.name for path in changed) or 'none'}"
+    return (
+        f"{len(rebased)} jobs follow {BASE.name}; changed: "
+        f"{', '.join(path.name for path in changed) or 'none'}"
+    )

@@ -1,4 +1,5 @@
-"""Read the versions of torch and Python from the name of a platform's engine, and check that a job can use them."""
+"""Read the versions of torch and Python from the name of a platform's engine,
+and check that a job can use them."""
 
 import re
 from typing import NamedTuple
@@ -6,13 +7,16 @@ from typing import NamedTuple
 from common.errors import UserError, one_line
 from common.packages import PYTHON, TORCH, major_minor
 
-# ModelArts' engines with PyTorch, as its page listed them on 2026-07-02: the newest for GPUs, an older one, one for NPUs.
+# ModelArts' engines with PyTorch, as its page listed them on 2026-07-02: the newest for GPUs, an older one,
+# one for NPUs.
 MODELARTS = (
     "pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64",
     "pytorch_1.8.0-cuda_10.2-py_3.7-ubuntu_18.04-x86_64",
     "pytorch_2.1.0-cann_7.0.1.1-py_3.9-euler_2.10.7-aarch64-snt3p",
 )
-FORM = re.compile(r"(\w+?)_([\d.]+)\w*-(?:(cuda|cann)_[\w.]+-)?py_([\d.]+)-\w+_[\w.]+-(?:x86_64|aarch64)(?:-\w+)?", re.ASCII)
+FORM = re.compile(
+    r"(\w+?)_([\d.]+)\w*-(?:(cuda|cann)_[\w.]+-)?py_([\d.]+)-\w+_[\w.]+-(?:x86_64|aarch64)(?:-\w+)?", re.ASCII
+)
 
 
 class Engine(NamedTuple):
@@ -22,11 +26,13 @@ class Engine(NamedTuple):
 
 
 def parse(name: str) -> Engine:
-    """Return the versions in an engine's name; UserError, which suggests another engine, if a job cannot use it."""
+    """Return the versions in an engine's name; UserError, which suggests another engine,
+    if a job cannot use it."""
     match = FORM.fullmatch(name)
     if not match:
         raise UserError(
-            f"--engine {one_line(name)} is no engine's name: give it as the console lists it, such as {MODELARTS[0]}"
+            f"--engine {one_line(name)} is no engine's name: give it as the console lists it, such as "
+            f"{MODELARTS[0]}"
         )
     framework, torch, toolkit, python = match.groups()
     engine = Engine(major_minor(torch), major_minor(python), toolkit == "cann")

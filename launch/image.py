@@ -2,8 +2,9 @@
 
     python -m launch image --platform modelarts > Dockerfile
 
-writes the file and shows the commands. The file belongs beside requirements.txt. The base image keeps its own torch and numpy:
-the packages are installed around them. Choose a base whose CUDA the driver of your resource pool supports.
+writes the file and shows the commands. The file belongs beside requirements.txt. The base image keeps its own
+torch and numpy: the packages are installed around them. Choose a base whose CUDA the driver of your resource
+pool supports.
 """
 
 import re
@@ -28,7 +29,8 @@ RUN pip list --format=freeze | grep -iE '^(torch|torchvision|torch[-_]npu|numpy)
     pip install --no-cache-dir -r /tmp/requirements.txt {cache} -c /tmp/keep.txt
 
 # ma-user cannot write beside the packages: what is not compiled here would be compiled at each start.
-RUN python -m compileall -qq -j 0 "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
+RUN packages="$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \\
+    python -m compileall -qq -j 0 "$packages" || true
 
 ENV PYTHONUNBUFFERED=1
 USER ma-user
@@ -46,10 +48,15 @@ def main(argv: list[str]) -> int:
     parser = new_parser("image", __doc__)
     parser.add_argument("--platform", required=True, choices=["modelarts"], help="where the image will run")
     parser.add_argument(
-        "--base", default=BASE, metavar="IMAGE", help=f"the image to start from, which has torch (default: {BASE})"
+        "--base",
+        default=BASE,
+        metavar="IMAGE",
+        help=f"the image to start from, which has torch (default: {BASE})",
     )
     parser.add_argument(
-        "--image", default=IMAGE, help="the address of yours, in the registry of your region (default: an example)"
+        "--image",
+        default=IMAGE,
+        help="the address of yours, in the registry of your region (default: an example)",
     )
     options = parser.parse_args(argv)
     return run_for_exit_code(lambda: show(options.base, options.image))

@@ -1,14 +1,17 @@
-"""Imitate a training platform on this machine: each node is one process with the arguments and variables of the platform.
+"""Imitate a training platform on this machine: each node is one process with the arguments and variables of
+the platform.
 
     python -m launch local --nodes 2 --procs 2 jobs/train_ddp.py -- --custom_data true
     python -m launch local --nodes 2 --platform pai-dlc jobs/train_ddp.py -- --custom_data true
-    python -m launch local --nodes 2 --procs 2 --accelerator npu jobs/train_ddp.py -- --custom_data true --enable_gpu false
+    python -m launch local --nodes 2 --procs 2 --accelerator npu jobs/train_ddp.py -- --custom_data true \\
+        --enable_gpu false
     python -m launch local --nodes 2 --kill 1@8 --restarts 1 jobs/train_ddp.py -- --custom_data true
-    python -m launch local --nodes 2 --lose 1@20 --return 1@30 jobs/train_ddp_exact.py -- --custom_data true --min_nodes 1
+    python -m launch local --nodes 2 --lose 1@20 --return 1@30 jobs/train_ddp_exact.py -- \\
+        --custom_data true --min_nodes 1
 
-The fourth command kills node 1 after 8 seconds and then starts the whole job again, as a platform would. In the last one the
-other node goes on, and only node 1 is started again. Ctrl-C and SIGTERM reach every node, as a platform's stop does. Every line
-of output begins with its node.
+The fourth command kills node 1 after 8 seconds and then starts the whole job again, as a platform would. In
+the last one the other node goes on, and only node 1 is started again. Ctrl-C and SIGTERM reach every node, as
+a platform's stop does. Every line of output begins with its node.
 """
 
 import argparse
@@ -36,7 +39,8 @@ from common.machine import cores, drivers
 from launch.options import missing_job, new_parser, split_words
 
 HOST = "127.0.0.1"
-VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # by which each node gets a part of the devices
+# by which each node gets a part of the devices
+VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 Injected = tuple[list[str], dict[str, str]]  # the arguments and variables that a platform gives a node
 
 
@@ -48,7 +52,12 @@ def modelarts(node: int, nodes: int, port: int) -> Injected:
 def modelarts_image(node: int, nodes: int, port: int) -> Injected:
     """Return what ModelArts gives a node if the job runs on an image of the user's."""
     hosts = ",".join([HOST] * nodes)
-    return [], {"MA_NUM_HOSTS": str(nodes), "VC_TASK_INDEX": str(node), "VC_WORKER_HOSTS": hosts, "MASTER_PORT": str(port)}
+    return [], {
+        "MA_NUM_HOSTS": str(nodes),
+        "VC_TASK_INDEX": str(node),
+        "VC_WORKER_HOSTS": hosts,
+        "MASTER_PORT": str(port),
+    }
 
 
 def pai_dlc(node: int, nodes: int, port: int) -> Injected:
@@ -56,7 +65,12 @@ def pai_dlc(node: int, nodes: int, port: int) -> Injected:
 
 
 def kubeflow(node: int, nodes: int, port: int) -> Injected:
-    return [], {"PET_NNODES": str(nodes), "PET_NODE_RANK": str(node), "PET_MASTER_ADDR": HOST, "PET_MASTER_PORT": str(port)}
+    return [], {
+        "PET_NNODES": str(nodes),
+        "PET_NODE_RANK": str(node),
+        "PET_MASTER_ADDR": HOST,
+        "PET_MASTER_PORT": str(port),
+    }
 
 
 def kubernetes(node: int, nodes: int, port: int) -> Injected:
@@ -83,8 +97,17 @@ def vertex(node: int, nodes: int, port: int) -> Injected:
 
 
 def slurm(node: int, nodes: int, port: int) -> Injected:
-    node_variables = {"SLURM_JOB_ID": "1", "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}
-    step_variables = {"SLURM_STEP_NUM_TASKS": str(nodes), "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NODELIST": HOST}
+    node_variables = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_NODEID": str(node),
+        "SLURM_PROCID": str(node),
+        "SLURM_LOCALID": "0",
+    }
+    step_variables = {
+        "SLURM_STEP_NUM_TASKS": str(nodes),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_NODELIST": HOST,
+    }
     return [], {
         **node_variables,
         **step_variables,
@@ -96,7 +119,8 @@ def slurm(node: int, nodes: int, port: int) -> Injected:
 
 PLATFORMS: dict[str, Callable[[int, int, int], Injected]] = {
     "modelarts": modelarts, "modelarts-image": modelarts_image, "pai-dlc": pai_dlc, "kubeflow": kubeflow,
-    "kubernetes": kubernetes, "volcengine": volcengine, "sagemaker": sagemaker, "vertex": vertex, "slurm": slurm,
+    "kubernetes": kubernetes, "volcengine": volcengine, "sagemaker": sagemaker, "vertex": vertex,
+    "slurm": slurm,
 }  # fmt: skip
 
 
@@ -107,7 +131,12 @@ def ascend(node: int, nodes: int, port: int, card: int, cards: int, table_path: 
     """
     rank = str(node * cards + card)
     size = str(nodes * cards)
-    card_variables = {"RANK_TABLE_FILE": table_path, "RANK_ID": rank, "RANK_SIZE": size, "ASCEND_DEVICE_ID": str(card)}
+    card_variables = {
+        "RANK_TABLE_FILE": table_path,
+        "RANK_ID": rank,
+        "RANK_SIZE": size,
+        "ASCEND_DEVICE_ID": str(card),
+    }
     return [], {**modelarts_image(node, nodes, port)[1], **card_variables}
 
 
@@ -146,12 +175,17 @@ def start(
         env[VISIBLE[options.accelerator]] = ",".join(options.devices[node * per_node : (node + 1) * per_node])
     words = [sys.executable, "-u", os.path.abspath(options.job), *options.arguments, *injected]
     return subprocess.Popen(
-        words, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        words,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 
 def command(options: argparse.Namespace) -> str:
-    """Return the `launch local` command that starts the job again, without kills and restarts; the job's messages show it."""
+    """Return the `launch local` command that starts the job again, without kills and restarts;
+    the job's messages show it."""
     words = ["--nodes", str(options.nodes)]
     if options.procs:
         words += ["--procs", str(options.procs)]
@@ -173,10 +207,16 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def start_once(options: argparse.Namespace, kill_at: list[tuple[int, float]], return_at: list[tuple[int, float]]) -> list[int]:
-    """Run all nodes; return exit codes, 0 for a killed node if the others succeed. `kill_at`, `return_at`: (node, seconds)."""
+def start_once(
+    options: argparse.Namespace, kill_at: list[tuple[int, float]], return_at: list[tuple[int, float]]
+) -> list[int]:
+    """Run all nodes; return exit codes, 0 for a killed node if the others succeed.
+
+    `kill_at`, `return_at`: (node, seconds).
+    """
     port = port_of_node_0()
-    secret = os.environ.get("ANYRANK_SECRET") or secrets.token_hex(32)  # by which the nodes know each other (docs/security.md)
+    # by which the nodes know each other (docs/security.md)
+    secret = os.environ.get("ANYRANK_SECRET") or secrets.token_hex(32)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as table_file:
         json.dump(rank_table(options.nodes, options.cards), table_file)
         table_file.flush()
@@ -190,7 +230,8 @@ def start_once(options: argparse.Namespace, kill_at: list[tuple[int, float]], re
 
 
 def port_of_node_0() -> int:
-    """Return a free port below those that the system gives to connections, one of which could take it before node 0 listens."""
+    """Return a free port below those that the system gives to connections,
+    one of which could take it before node 0 listens."""
     while True:
         port = random.randrange(10000, 32768)
         with contextlib.suppress(OSError), socket.create_server(("", port)):
@@ -203,7 +244,10 @@ def _run_nodes(
     return_at: list[tuple[int, float]],
     start_node: Callable[[int], list[subprocess.Popen[bytes]]],
 ) -> list[int]:
-    """Run the nodes until all have ended; return their exit codes. A stop signal is passed on to every process."""
+    """Run the nodes until all have ended; return their exit codes.
+
+    A stop signal is passed on to every process.
+    """
     processes: dict[int, list[subprocess.Popen[bytes]]] = {}
     relays = []
 
@@ -251,7 +295,9 @@ class Event(NamedTuple):
     action: Callable[[int], None]
 
 
-def _act_until_all_have_ended(processes: dict[int, list[subprocess.Popen[bytes]]], events: Sequence[Event]) -> None:
+def _act_until_all_have_ended(
+    processes: dict[int, list[subprocess.Popen[bytes]]], events: Sequence[Event]
+) -> None:
     """Do the events when they are due, until no process runs any more; later events are dropped."""
     began = time.monotonic()
     pending = collections.deque(events)
@@ -262,9 +308,16 @@ def _act_until_all_have_ended(processes: dict[int, list[subprocess.Popen[bytes]]
         time.sleep(0.02)
 
 
-def _exit_codes(processes: dict[int, list[subprocess.Popen[bytes]]], killed_nodes: Collection[int]) -> list[int]:
-    """Return the exit codes of all processes. SIGKILL of a node of `killed_nodes` counts as 0 if all others succeeded."""
-    codes = {node: [process.returncode for process in node_processes] for node, node_processes in processes.items()}
+def _exit_codes(
+    processes: dict[int, list[subprocess.Popen[bytes]]], killed_nodes: Collection[int]
+) -> list[int]:
+    """Return the exit codes of all processes.
+
+    SIGKILL of a node of `killed_nodes` counts as 0 if all others succeeded.
+    """
+    codes = {
+        node: [process.returncode for process in node_processes] for node, node_processes in processes.items()
+    }
     survivors = [node for node in codes if node not in killed_nodes]
     others_succeeded = bool(survivors) and all(code == 0 for node in survivors for code in codes[node])
     if others_succeeded:  # they finished without the killed nodes
@@ -283,20 +336,40 @@ def node_at(text: str) -> tuple[int, float]:
 
 def main(argv: list[str]) -> int:
     parser = new_parser("local", __doc__)
-    parser.add_argument("job", help="the job's file, such as jobs/train_ddp.py; its own options come after --")
-    parser.add_argument("--nodes", type=arguments.WORKERS, default=1, help="how many nodes to start (default: 1)")
-    parser.add_argument("--procs", type=arguments.WORKERS, help="workers of each node; unset: one per GPU, or one on a CPU")
+    parser.add_argument(
+        "job", help="the job's file, such as jobs/train_ddp.py; its own options come after --"
+    )
+    parser.add_argument(
+        "--nodes", type=arguments.WORKERS, default=1, help="how many nodes to start (default: 1)"
+    )
+    parser.add_argument(
+        "--procs", type=arguments.WORKERS, help="workers of each node; unset: one per GPU, or one on a CPU"
+    )
     platform_help = "whose arguments or environment the nodes get (default: modelarts)"
     parser.add_argument("--platform", choices=PLATFORMS, default="modelarts", help=platform_help)
     accelerator_help = (
-        "of the nodes; npu with --platform modelarts: one process for each card, as its Ascend engine starts them"
+        "of the nodes; npu with --platform modelarts: one process for each card, as its Ascend engine "
+        "starts them"
     )
-    parser.add_argument("--accelerator", choices=VISIBLE, default="gpu", help=accelerator_help + " (default: gpu)")
-    kill_help = "kill a node so many seconds after the first start; may be given again"
-    parser.add_argument("--kill", "--lose", type=node_at, action="append", default=[], metavar="NODE@SECONDS", help=kill_help)
-    return_help = "start that node again so many seconds after the first start, while the others run on (docs/elastic.md)"
     parser.add_argument(
-        "--return", dest="back", type=node_at, action="append", default=[], metavar="NODE@SECONDS", help=return_help
+        "--accelerator", choices=VISIBLE, default="gpu", help=accelerator_help + " (default: gpu)"
+    )
+    kill_help = "kill a node so many seconds after the first start; may be given again"
+    parser.add_argument(
+        "--kill", "--lose", type=node_at, action="append", default=[], metavar="NODE@SECONDS", help=kill_help
+    )
+    return_help = (
+        "start that node again so many seconds after the first start, while the others run on "
+        "(docs/elastic.md)"
+    )
+    parser.add_argument(
+        "--return",
+        dest="back",
+        type=node_at,
+        action="append",
+        default=[],
+        metavar="NODE@SECONDS",
+        help=return_help,
     )
     restarts_help = "how often a failed job is started again (default: 0)"
     parser.add_argument("--restarts", type=arguments.number(int, at_least=0), default=0, help=restarts_help)
@@ -308,7 +381,9 @@ def main(argv: list[str]) -> int:
     for name, events in (("--kill", options.kill), ("--return", options.back)):
         for node, _ in events:
             if node >= options.nodes:
-                parser.error(f"{name} names node {node}: --nodes {options.nodes} has nodes 0 to {options.nodes - 1}")
+                parser.error(
+                    f"{name} names node {node}: --nodes {options.nodes} has nodes 0 to {options.nodes - 1}"
+                )
     options.devices = devices(options.accelerator, os.environ)
     if 0 < len(options.devices) < options.nodes:
         devices_text = count(len(options.devices), options.accelerator.upper())
@@ -319,7 +394,8 @@ def main(argv: list[str]) -> int:
 
 
 def devices(accelerator: str, environ: Mapping[str, str]) -> list[str]:
-    """Return the devices that CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES names; if it is unset, the numbers of all."""
+    """Return the devices that CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES names; if it is unset,
+    the numbers of all."""
     visible = environ.get(VISIBLE[accelerator])
     count_devices = drivers.npus if accelerator == "npu" else drivers.gpus
     names = map(str, range(count_devices())) if visible is None else visible.split(",")
@@ -327,7 +403,8 @@ def devices(accelerator: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def run_with_restarts(options: argparse.Namespace) -> int:
-    """Run the job; restart it at most --restarts times after a failure, but not after exit code 2 or a stop of all nodes."""
+    """Run the job; restart it at most --restarts times after a failure,
+    but not after exit code 2 or a stop of all nodes."""
     codes: list[int] = []
     kill_at = options.kill
     return_at = options.back
@@ -336,7 +413,8 @@ def run_with_restarts(options: argparse.Namespace) -> int:
         kill_at = []  # a restart kills no node
         return_at = []
         print(f"all nodes have ended, exit codes {' '.join(map(str, codes))}", flush=True)
-        if not any(codes) or 2 in codes or all(code in (130, 143) for code in codes):  # 2: a mistake that a restart repeats
+        # 2: a mistake that a restart repeats
+        if not any(codes) or 2 in codes or all(code in (130, 143) for code in codes):
             break
         if number < options.restarts:
             print(f"restart {number + 1} of {options.restarts}, as the platform would", flush=True)

@@ -13,7 +13,8 @@ from common.secrets import HIDDEN, is_secret
 
 
 class VerbParser(argparse.ArgumentParser):
-    """Reads options in all spellings that a job allows; its errors mask the value of an option whose name means a secret."""
+    """Reads options in all spellings that a job allows;
+    its errors mask the value of an option whose name means a secret."""
 
     def parse_known_args(self, args: Any = None, namespace: object = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)

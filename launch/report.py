@@ -1,9 +1,11 @@
-"""Make report.html, a page of a run's files: the results, where the time went, the mistakes, and how to go on.
+"""Make report.html, a page of a run's files: the results, where the time went, the mistakes,
+and how to go on.
 
-    python -m launch report output_dir/train                        report.html there, also of a run that was killed
-    python -m launch report s3://bucket/run                         report.html here
+    python -m launch report output_dir/train  report.html there, also of a run that was killed
+    python -m launch report s3://bucket/run   report.html here
 
-A job writes report.html into its output folder every few minutes and at its end. The page is one file that needs no other.
+A job writes report.html into its output folder every few minutes and at its end. The page is one file that
+needs no other.
 """
 
 import argparse
@@ -25,7 +27,9 @@ from launch.options import new_parser, run_for_exit_code
 def main(argv: list[str]) -> int:
     parser = new_parser("report", __doc__)
     parser.add_argument("run", metavar="FOLDER_OR_URL", help="the output folder of a job, or its bucket")
-    parser.add_argument("--out", help="the file to write; unset: report.html, in that folder, or here where it is a bucket")
+    parser.add_argument(
+        "--out", help="the file to write; unset: report.html, in that folder, or here where it is a bucket"
+    )
     parser.add_argument("--open", type=boolean, default=False, help="true: show it in the browser")
     options = parser.parse_args(argv)
     return run_for_exit_code(lambda: make(options), options.out or "report.html")
@@ -44,10 +48,13 @@ def make(options: argparse.Namespace) -> None:
 
 
 def _local(run: str, scratch: str) -> str:
-    """Return the folder `run`; if it is a bucket, fetch the files that the page needs into `scratch` and return `scratch`."""
+    """Return the folder `run`; if it is a bucket, fetch the files that the page needs into `scratch` and
+    return `scratch`."""
     if not is_bucket(run):
         if not os.path.isdir(run):
-            raise UserError(f"{one_line(run)} does not exist: give the output folder of a job, or its address in a bucket")
+            raise UserError(
+                f"{one_line(run)} does not exist: give the output folder of a job, or its address in a bucket"
+            )
         return run
     fetch_files(run, scratch, lambda name: name in report.FILES or name.startswith("examples/"))
     return scratch

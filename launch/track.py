@@ -1,7 +1,7 @@
 """Send the curves of a run to MLflow, W&B or SwanLab: once, or while the run goes on.
 
-    python -m launch track output_dir/train                            to MLflow, at MLFLOW_TRACKING_URI
-    python -m launch track obs://bucket/run --to swanlab --follow true     a job without Internet, from its bucket
+    python -m launch track output_dir/train  to MLflow, at MLFLOW_TRACKING_URI
+    python -m launch track obs://bucket/run --to swanlab --follow true  a job without Internet, by its bucket
 
 A job does the same with --track. What the tracker has already is not sent again.
 """
@@ -26,7 +26,9 @@ PAUSE = 30  # seconds between two looks; a job publishes as often
 def main(argv: list[str]) -> int:
     parser = new_parser("track", __doc__)
     parser.add_argument("run", metavar="FOLDER_OR_URL", help="the output folder of a job, or its bucket")
-    parser.add_argument("--to", choices=list(senders.TOOLS), default="mlflow", help="the tracker; unset: mlflow")
+    parser.add_argument(
+        "--to", choices=list(senders.TOOLS), default="mlflow", help="the tracker; unset: mlflow"
+    )
     parser.add_argument("--follow", type=boolean, default=False, help="true: go on until the run has ended")
     options = parser.parse_args(argv)
     return run_for_exit_code(lambda: track(options.run.rstrip("/"), options.to, options.follow))
@@ -48,14 +50,19 @@ def track(run: str, tool: str, follow: bool) -> None:
 
 
 def _send(run: str, folder: str, follower: Follower, is_last: bool) -> bool:
-    """Send what is new in the run and return `is_last`; TrainingFailed if rows are missing at the last time."""
+    """Send what is new in the run and return `is_last`;
+    TrainingFailed if rows are missing at the last time."""
     if is_bucket(run):
         names = {*FILES, follower.record}
         fetch_files(run, folder, lambda name: name in names)
     if not os.path.exists(os.path.join(folder, FILES[0])):
-        raise UserError(f"{one_line(run)} holds no run: give the output folder of a job, or its address in a bucket")
+        raise UserError(
+            f"{one_line(run)} holds no run: give the output folder of a job, or its address in a bucket"
+        )
     if is_last and not any(row.get("event") == "start" for row in rows(folder, FILES[0])):
-        raise UserError(f"{one_line(run)} holds a run that has not begun: there is no start in its {FILES[0]}")
+        raise UserError(
+            f"{one_line(run)} holds a run that has not begun: there is no start in its {FILES[0]}"
+        )
     sent = follower.send(is_last)
     if is_bucket(run) and os.path.exists(record := os.path.join(folder, follower.record)):
         storage.publish(record, f"{run}/{follower.record}")

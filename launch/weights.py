@@ -1,4 +1,5 @@
-"""Fetch weights by name on a machine with Internet, for a platform that has none; the option to use there is printed.
+"""Fetch weights by name on a machine with Internet, for a platform that has none;
+the option to use there is printed.
 
     python -m launch weights ResNet50_Weights.DEFAULT                       weights/resnet50-11ad3fa6.pth
     python -m launch weights timm/vit_small_patch16_224 obs://bucket/weights    to a bucket
@@ -21,7 +22,9 @@ from launch.options import new_parser, run_for_exit_code
 def main(argv: list[str]) -> int:
     parser = new_parser("weights", __doc__)
     parser.add_argument("name", metavar="NAME", help="KIND_Weights.NAME of torchvision, or timm/NAME")
-    parser.add_argument("to", metavar="FOLDER_OR_URL", nargs="?", default="weights", help="where to; unset: weights")
+    parser.add_argument(
+        "to", metavar="FOLDER_OR_URL", nargs="?", default="weights", help="where to; unset: weights"
+    )
     options = parser.parse_args(argv)
     return run_for_exit_code(lambda: fetch_weights(options.name, options.to.rstrip("/")))
 

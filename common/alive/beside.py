@@ -40,12 +40,15 @@ class WatchedRank:
         self._worker = worker
         self._socket = request_socket
         self._handles_sigterm = False  # whether the process had a handler for SIGTERM at the last poll()
-        self.doubt = ""  # for the log: another signal that may have ended the process, besides the one that poll() returns
+        # for the log: another signal that may have ended the process, besides the one that poll() returns
+        self.doubt = ""
 
     def poll(self) -> Optional[int]:
-        """Return None while the process runs; then its exit code or, as Popen does, minus the signal that has ended it.
+        """Return None while the process runs; then its exit code or, as Popen does,
+        minus the signal that has ended it.
 
-        Only a parent is told the signal. Here it is guessed: SIGSEGV etc. after a crash, else SIGTERM if unhandled, or SIGKILL.
+        Only a parent is told the signal. Here it is guessed: SIGSEGV etc. after a crash, else SIGTERM if
+        unhandled, or SIGKILL.
         """
         if os.getppid() == self.pid:
             with contextlib.suppress(OSError):
@@ -109,7 +112,8 @@ class WatcherConnection:
         self._on_exit()
 
     def listen(self, key: str, **request: Any) -> int:
-        """Ask the watcher of rank 0 to accept other watchers with this `key`; return its port, or 0 if it does not answer."""
+        """Ask the watcher of rank 0 to accept other watchers with this `key`; return its port,
+        or 0 if it does not answer."""
         self._send(listen=key, **request)
         self._answers.acquire(timeout=ANSWER_SECONDS)
         return self._port
@@ -123,7 +127,9 @@ class WatcherConnection:
             self._socket.send(json.dumps(request).encode())
 
 
-def start(rank: int, watch: Callable[[Worker], None], on_exit: Callable[[], None]) -> tuple[str, WatcherConnection]:
+def start(
+    rank: int, watch: Callable[[Worker], None], on_exit: Callable[[], None]
+) -> tuple[str, WatcherConnection]:
     """Fork a watcher, which calls `watch`; return (prefix of this rank's files, connection to the watcher).
 
     `on_exit`: called in a thread of this process when the watcher has ended.
@@ -159,7 +165,13 @@ def _watch(worker: Worker, watch: Callable[[Worker], None], folder: str) -> NoRe
         watch(worker)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            print(f"warning: rank {worker.rank} is no longer watched: {type(error).__name__}: {one_line(error)}", flush=True)
+            print(
+                (
+                    f"warning: rank {worker.rank} is no longer watched: {type(error).__name__}: "
+                    f"{one_line(error)}"
+                ),
+                flush=True,
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)

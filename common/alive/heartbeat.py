@@ -1,7 +1,9 @@
-"""The status that a worker reports to its node's parent process or its watcher: phase, number of steps, why it failed.
+"""The status that a worker reports to its node's parent process or its watcher: phase, number of steps,
+why it failed.
 
-One environment variable names the files. The pulse is a few bytes of shared memory, written with every change and read at least
-twice a second. The fault is a line of JSON, written once. Without a parent or a watcher, neither is read.
+One environment variable names the files. The pulse is a few bytes of shared memory, written with every change
+and read at least twice a second. The fault is a line of JSON, written once. Without a parent or a watcher,
+neither is read.
 """
 
 import contextlib
@@ -19,8 +21,9 @@ from typing import Optional
 FILES = "ANYRANK_WORKER"  # set if there is a parent or a watcher: the prefix of this worker's file names
 PARENT = "ANYRANK_PARENT"  # set by the parent: its process id
 
-# {phase: seconds without a change after which a worker counts as stuck}, for --patience 300. A larger one raises all of them, a
-# smaller one lowers only "data" and "step", the training, which may take ten times the median step in any case.
+# {phase: seconds without a change after which a worker counts as stuck}, for --patience 300. A larger one
+# raises all of them, a smaller one lowers only "data" and "step", the training, which may take ten times the
+# median step in any case.
 PHASES = {
     "start": 3600,
     "join": 3600,
@@ -39,22 +42,32 @@ QUIET_SECONDS = 60  # so long after the end of a wait, another one for the same 
 _NAMES = list(PHASES)
 _PROGRESS = struct.Struct("<2q")
 _NUMBER = struct.Struct("<q")
-_OFFSETS = {name: _PROGRESS.size + index * _NUMBER.size for index, name in enumerate(("wanted", "offered", "stop", "ended"))}
-_WAIT = struct.Struct("<3d160s")  # begin, or 0; when it becomes a hang, or its end; seconds of earlier waits; resource
+_OFFSETS = {
+    name: _PROGRESS.size + index * _NUMBER.size
+    for index, name in enumerate(("wanted", "offered", "stop", "ended"))
+}
+# begin, or 0; when it becomes a hang, or its end; seconds of earlier waits; resource
+_WAIT = struct.Struct("<3d160s")
 _WAIT_OFFSET = _PROGRESS.size + len(_OFFSETS) * _NUMBER.size
 _SIZE = _WAIT_OFFSET + 2 * _WAIT.size
 _single_rank: Optional[str] = None
-_PULSES: dict[Optional[str], "Pulse"] = {}  # {prefix: its memory}; a rank has that which it has made for its watcher
+# {prefix: its memory}; a rank has that which it has made for its watcher
+_PULSES: dict[Optional[str], "Pulse"] = {}
 
 
 class Pulse:
-    """The phase, steps and waits of a rank in shared memory. Without a prefix, only this process and its forks share it."""
+    """The phase, steps and waits of a rank in shared memory.
+
+    Without a prefix, only this process and its forks share it.
+    """
 
     def __init__(self, prefix: Optional[str]):
         with open(f"{prefix}.pulse", "r+b") if prefix else contextlib.nullcontext() as file:
             self._memory = mmap.mmap(file.fileno() if file else -1, _SIZE)
-        self.store = Wait(self._memory, _WAIT_OFFSET)  # for a store or a server, reported by the rank's processes (patience.py)
-        self.disk = Wait(self._memory, _WAIT_OFFSET + _WAIT.size)  # reported by the parent or watcher (held.py)
+        # for a store or a server, reported by the rank's processes (patience.py)
+        self.store = Wait(self._memory, _WAIT_OFFSET)
+        # reported by the parent or watcher (held.py)
+        self.disk = Wait(self._memory, _WAIT_OFFSET + _WAIT.size)
 
     def waited_seconds(self) -> float:
         """Return the seconds of all waits for a store and for a disk so far."""
@@ -69,8 +82,8 @@ class Pulse:
         phase, steps = _PROGRESS.unpack_from(self._memory, 0)
         return _NAMES[phase], steps
 
-    # In an elastic job (common/elastic) a worker puts the generation that it waits for ("wanted"), and its parent the newest
-    # one ("offered") and the signal on which to stop ("stop"); 0: none.
+    # In an elastic job (common/elastic) a worker puts the generation that it waits for ("wanted"), and its
+    # parent the newest one ("offered") and the signal on which to stop ("stop"); 0: none.
 
     def put(self, name: str, number: int) -> None:
         """Write one of the numbers "wanted", "offered", "stop" and "ended"."""
@@ -82,7 +95,10 @@ class Pulse:
 
 
 class Wait:
-    """A reported wait: for what, since when, and until when it does not count as a hang. Several processes may report it."""
+    """A reported wait: for what, since when, and until when it does not count as a hang.
+
+    Several processes may report it.
+    """
 
     def __init__(self, memory: mmap.mmap, offset: int):
         self._memory = memory
@@ -92,18 +108,30 @@ class Wait:
         return _WAIT.unpack_from(self._memory, self._offset)
 
     def report_begin(self, resource: str, since: float, until: float) -> bool:
-        """Report a wait for `resource`, a hang after `until`. Return whether to log it: not if known or too soon."""
+        """Report a wait for `resource`, a hang after `until`.
+
+        Return whether to log it: not if known or too soon.
+        """
         now = time.monotonic()
         name = resource.encode()[:160].ljust(160, b"\0")
         began, stored_until, earlier_seconds, stored_name = self._read()
-        if began and (stored_until < now or name != stored_name):  # an earlier wait, whose end was not reported
+        # an earlier wait, whose end was not reported
+        if began and (stored_until < now or name != stored_name):
             earlier_seconds = earlier_seconds + min(stored_until, now) - began
             began = 0.0
-        _WAIT.pack_into(self._memory, self._offset, began or max(since, min(stored_until, now)), until, earlier_seconds, name)
+        _WAIT.pack_into(
+            self._memory,
+            self._offset,
+            began or max(since, min(stored_until, now)),
+            until,
+            earlier_seconds,
+            name,
+        )
         return name != stored_name or now - stored_until > QUIET_SECONDS
 
     def report_end(self, resource: str) -> float:
-        """Report that the wait for `resource` is over; return its seconds, or 0.0 if there is no such wait."""
+        """Report that the wait for `resource` is over; return its seconds,
+        or 0.0 if there is no such wait."""
         began, until, earlier_seconds, name = self._read()
         if not began or name.rstrip(b"\0") != resource.encode()[:160]:
             return 0.0
@@ -163,7 +191,8 @@ def has_watcher() -> bool:
 
 
 def write_stacks() -> None:
-    """Let faulthandler write the stacks to a file on SIGUSR2, and to another one at a crash unless it is enabled already."""
+    """Let faulthandler write the stacks to a file on SIGUSR2,
+    and to another one at a crash unless it is enabled already."""
     prefix = _prefix()
     faulthandler.register(signal.SIGUSR2, file=open(f"{prefix}.stack", "w"))  # noqa: SIM115
     if not faulthandler.is_enabled():
@@ -193,7 +222,10 @@ def report_end(code: object) -> None:
 
 
 def report_fault(text: str, code: int, victim: bool) -> None:
-    """Tell the parent or watcher (if the disk is full, stderr) why this worker fails. `victim`: another worker is the cause."""
+    """Tell the parent or watcher (if the disk is full, stderr) why this worker fails.
+
+    `victim`: another worker is the cause.
+    """
     prefix = os.environ[FILES]
     try:
         Path(f"{prefix}.writing").write_text(json.dumps({"text": text, "code": code, "victim": victim}))

@@ -1,7 +1,8 @@
-"""Decide which worker or node is to blame when a job has failed or hangs, from what all nodes report: the part of node 0.
+"""Decide which worker or node is to blame when a job has failed or hangs, from what all nodes report:
+the part of node 0.
 
-A worker that was killed, stopped or failed by itself is the cause. A worker whose collective broke is a victim. A victim is
-named only if no cause appears within the time that it takes to notice a lost node.
+A worker that was killed, stopped or failed by itself is the cause. A worker whose collective broke is a
+victim. A victim is named only if no cause appears within the time that it takes to notice a lost node.
 """
 
 import time
@@ -19,7 +20,8 @@ STALL_STEPS = 10  # a step may take this many times the median step
 class Summary(TypedDict):
     """The statuses of a node's workers in a message whose size does not grow with their number."""
 
-    late: Optional[Status]  # a worker outside training that has made no progress for longer than its phase allows
+    # a worker outside training that has made no progress for longer than its phase allows
+    late: Optional[Status]
     last: Optional[Status]  # of the workers in training, the furthest behind
     idle: float  # seconds for which no worker of the node has made progress
     median: float
@@ -49,7 +51,10 @@ class Judge:
         self._reports.append((time.monotonic(), report))
 
     def verdict(self, stalls: bool) -> Optional[Fault]:
-        """Return the report that names the cause; None as long as there is none. `stalls`: whether to look for a hang, too."""
+        """Return the report that names the cause; None as long as there is none.
+
+        `stalls`: whether to look for a hang, too.
+        """
         causes = [report for _, report in self._reports if report["direct"]]
         if causes:
             return causes[0]
@@ -59,7 +64,10 @@ class Judge:
         status = find_stalled(self._summaries.values()) if stalls else None
         if not status:
             return None
-        return {**cause(f"rank {status['rank']} has made no progress {describe_progress(status)}"), "stack_of": status["rank"]}
+        return {
+            **cause(f"rank {status['rank']} has made no progress {describe_progress(status)}"),
+            "stack_of": status["rank"],
+        }
 
 
 def summarize(statuses: list[Status]) -> Summary:
@@ -67,7 +75,9 @@ def summarize(statuses: list[Status]) -> Summary:
     training = [status for status in statuses if status["phase"] in heartbeat.STEP_PHASES]
     in_other_phases = [status for status in statuses if status not in training]
     return {
-        "late": next((status for status in in_other_phases if status["idle"] > _limit(status["phase"])), None),
+        "late": next(
+            (status for status in in_other_phases if status["idle"] > _limit(status["phase"])), None
+        ),
         "last": min(training, key=_progress, default=None),
         "idle": min(status["idle"] for status in statuses),
         "median": max(status["median"] for status in statuses),
@@ -77,7 +87,10 @@ def summarize(statuses: list[Status]) -> Summary:
 
 
 def _limit(phase: str) -> float:
-    """Return how many seconds a phase may last without progress. A --patience below the default shortens only training."""
+    """Return how many seconds a phase may last without progress.
+
+    A --patience below the default shortens only training.
+    """
     factor = patience.limit() / patience.DEFAULT
     return heartbeat.PHASES[phase] * (factor if phase in heartbeat.STEP_PHASES else max(1.0, factor))
 
@@ -87,8 +100,10 @@ def _progress(status: Status) -> tuple[int, int, int]:
 
 
 def find_stalled(summaries: Collection[Summary]) -> Optional[Status]:
-    """Return the status of a worker that hangs (in training, the furthest behind); None also if one waits for store or disk."""
-    if any(summary["waiting"] for summary in summaries):  # a rank waits for a store or a disk, and the others for that rank
+    """Return the status of a worker that hangs (in training, the furthest behind);
+    None also if one waits for store or disk."""
+    # a rank waits for a store or a disk, and the others for that rank
+    if any(summary["waiting"] for summary in summaries):
         return None
     late = next((summary["late"] for summary in summaries if summary["late"]), None)
     if late or not summaries or not all(summary["training"] for summary in summaries):

@@ -1,7 +1,10 @@
-"""The loop in which the parent of a node, or the watcher of a rank, sees who is alive. A policy decides what to do about it.
+"""The loop in which the parent of a node, or the watcher of a rank, sees who is alive.
 
-Each turn hears the other nodes, looks at the workers here, tells node 0 of them, and asks there who is to blame (judge.py). The
-policies are parent.py, watcher.py and, in an elastic job, common/elastic/parent.py. Watchers are called nodes here, too.
+A policy decides what to do about it.
+
+Each turn hears the other nodes, looks at the workers here, tells node 0 of them, and asks there who is to
+blame (judge.py). The policies are parent.py, watcher.py and, in an elastic job, common/elastic/parent.py.
+Watchers are called nodes here, too.
 """
 
 import time
@@ -24,11 +27,15 @@ class Policy(Protocol):
         ...
 
     def handle_loss(self, node: int, is_silent: bool, description: str, /) -> None:
-        """Handle the loss of a node. `is_silent`: it may still run; `description`: what is known, for the log."""
+        """Handle the loss of a node.
+
+        `is_silent`: it may still run; `description`: what is known, for the log.
+        """
         ...
 
     def look_at(self, worker: Worker) -> None:
-        """React to the state of a worker here: report its fault by Loop.report(), or drop it from Loop.workers."""
+        """React to the state of a worker here: report its fault by Loop.report(),
+        or drop it from Loop.workers."""
         ...
 
     def workers_finished(self) -> bool:
@@ -44,7 +51,10 @@ class Policy(Protocol):
         ...
 
     def find_cause(self, stalls: bool) -> Optional[Fault]:
-        """Return what ends the job, if the judge knows it. `stalls`: whether to look for a hang, too. Asked on node 0."""
+        """Return what ends the job, if the judge knows it. `stalls`: whether to look for a hang, too.
+
+        Asked on node 0.
+        """
         ...
 
     def end_turn(self) -> Optional[int]:
@@ -98,7 +108,10 @@ class Loop:
         self.finished = set()
 
     def messages(self) -> list[tuple]:
-        """Wait up to 0.1 s for messages; return a list of (node, message). A message of None means that the node is lost."""
+        """Wait up to 0.1 s for messages; return a list of (node, message).
+
+        A message of None means that the node is lost.
+        """
         connections = self.hub or self.connection
         if connections:
             return connections.poll(0.1)

@@ -1,6 +1,8 @@
-"""The policy of the parent of a node: if a worker or a node is lost, all workers end, and start again if restarts are left.
+"""The policy of the parent of a node: if a worker or a node is lost, all workers end,
+and start again if restarts are left.
 
-The parents of all nodes are connected to that of node 0 (wire/channel.py), which decides what has happened (judge.py).
+The parents of all nodes are connected to that of node 0 (wire/channel.py), which decides what has happened
+(judge.py).
 """
 
 import signal
@@ -22,7 +24,10 @@ class Parent:
         self._loop = supervisor.loop
 
     def run(self) -> int:
-        """Start the workers; restart them after a fault if that may help and restarts are left. Return the job's exit code."""
+        """Start the workers; restart them after a fault if that may help and restarts are left.
+
+        Return the job's exit code.
+        """
         supervisor = self._supervisor
         supervisor.prepare(self)
         go = self._meet()
@@ -39,13 +44,19 @@ class Parent:
         world = supervisor.world
         if world.node_rank:
             self._loop.connection, go = channel.join(
-                world.master_addr, world.master_port, supervisor.hello, supervisor.join_seconds, supervisor.say, supervisor.key
+                world.master_addr,
+                world.master_port,
+                supervisor.hello,
+                supervisor.join_seconds,
+                supervisor.say,
+                supervisor.key,
             )
             return go
         if world.num_nodes > 1:
             supervisor.warn_if_unprotected()
             new_hub = hub.Hub(hub.listen(world.master_port), supervisor.hello, supervisor.say, supervisor.key)
-            self._loop.hub = new_hub  # set even if a node is missing: the doctor shows the findings of those that have joined
+            # set even if a node is missing: the doctor shows the findings of those that have joined
+            self._loop.hub = new_hub
             try:
                 new_hub.meet(supervisor.join_seconds)
             except UserError:
@@ -54,7 +65,8 @@ class Parent:
         return supervisor.send_go()
 
     def _meet_again(self) -> channel.Go:
-        """Wait until all nodes have ended their workers; return the next attempt's start message, or raise TrainingFailed."""
+        """Wait until all nodes have ended their workers; return the next attempt's start message,
+        or raise TrainingFailed."""
         supervisor = self._supervisor
         loop = self._loop
         supervisor.attempt += 1
@@ -71,7 +83,9 @@ class Parent:
                 sys.exit(STOP_SIGNALS[signal.Signals(loop.stop_signal)])
             for node, message in loop.messages():
                 if message is None:
-                    raise TrainingFailed(f"node {node} is lost, so the job cannot be restarted in place; start it again")
+                    raise TrainingFailed(
+                        f"node {node} is lost, so the job cannot be restarted in place; start it again"
+                    )
                 self.hear(node, message)
                 if "go" in message:
                     return message["go"]
@@ -79,7 +93,9 @@ class Parent:
                     ready.add(node)
             if not loop.connection and len(ready) == loop.nodes - 1:
                 return supervisor.send_go()
-        raise TrainingFailed(f"the nodes did not meet again within {supervisor.join_seconds:.0f} s (--join_seconds)")
+        raise TrainingFailed(
+            f"the nodes did not meet again within {supervisor.join_seconds:.0f} s (--join_seconds)"
+        )
 
     # --- The policy (loop.py) ---
 

@@ -1,4 +1,5 @@
-"""Stop signals: noted when they come, as a handler may interrupt any code, and obeyed between two batches or during a wait."""
+"""Stop signals: noted when they come, as a handler may interrupt any code,
+and obeyed between two batches or during a wait."""
 
 import signal
 from collections.abc import Iterable, Iterator
@@ -8,7 +9,10 @@ from common.errors import STOP_SIGNALS
 
 
 class Interrupted(BaseException):
-    """A stop signal has ended a wait. A BaseException, because code that reads samples catches every Exception."""
+    """A stop signal has ended a wait.
+
+    A BaseException, because code that reads samples catches every Exception.
+    """
 
 
 class Stops:
@@ -30,8 +34,10 @@ class Stops:
         self._previous_handlers.clear()
 
     def listen(self, obey: Callable[[int], object], counts: Optional[Callable[[], object]] = None) -> None:
-        """Handle the stop signals from here on. `obey(number)` saves and ends the process; `counts()` returns whether a
-        signal that has come is meant for the run; None: each one is."""
+        """Handle the stop signals from here on.
+
+        `obey(number)` saves and ends the process; `counts()` returns whether a signal that has come is meant
+        for the run; None: each one is."""
         self._obey = obey
         self._counts = counts
         for number in STOP_SIGNALS:
@@ -40,19 +46,26 @@ class Stops:
                 self._previous_handlers[number] = previous
 
     def note(self, number: int, _frame: object) -> None:
-        """Note the first stop signal that is meant for the run; raise Interrupted in a wait if this process may end alone."""
+        """Note the first stop signal that is meant for the run;
+        raise Interrupted in a wait if this process may end alone."""
         if self._counts and not self._counts():
             return
         self.noted = self.noted or number
         self.interrupt()
 
     def interrupt(self) -> None:
-        """Raise Interrupted in a wait that a signal ends. Code that polls calls it too, as others may have caught the first."""
+        """Raise Interrupted in a wait that a signal ends.
+
+        Code that polls calls it too, as others may have caught the first.
+        """
         if self._is_waiting and self._due():
             raise Interrupted
 
     def wait_for(self, work: Callable[[], Any]) -> Any:
-        """Return work(), which may take long. If this process may end alone, a signal before or during it ends the process."""
+        """Return work(), which may take long.
+
+        If this process may end alone, a signal before or during it ends the process.
+        """
         try:
             self._is_waiting = True
             try:
@@ -60,7 +73,8 @@ class Stops:
                     return work()
             finally:
                 self._is_waiting = False
-        except BaseException as error:  # Interrupted, or an error that the interrupted code raised because of it
+        except BaseException as error:
+            # Interrupted, or an error that the interrupted code raised because of it
             self._is_waiting = False
             if not self._due() or isinstance(error, SystemExit):
                 raise

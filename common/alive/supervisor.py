@@ -1,8 +1,10 @@
-"""The workers of a node, in its parent process: how they are started, stopped and ended, and what the log says of it.
+"""The workers of a node, in its parent process: how they are started, stopped and ended,
+and what the log says of it.
 
-torch's elastic launcher starts the processes. Its agent is not used: it lets the remaining workers hang for 30 s (grace) and
-300 s (exit barrier), reports the victims of a crash as often as its cause, and gives restarted workers other ranks. Here a
-policy (parent.py) decides, in a loop (loop.py) that watches the workers and hears the other nodes.
+torch's elastic launcher starts the processes. Its agent is not used: it lets the remaining workers hang for
+30 s (grace) and 300 s (exit barrier), reports the victims of a crash as often as its cause, and gives
+restarted workers other ranks. Here a policy (parent.py) decides, in a loop (loop.py) that watches the workers
+and hears the other nodes.
 """
 
 import contextlib
@@ -47,8 +49,9 @@ class Supervisor:
         self.join_seconds = join_seconds
         self.key = secret.of_this_job()
         self.hello: dict[str, Any] = {
-            "app": "anyrank", "job": world.job_id, "host": host, "node": world.node_rank, "nodes": world.num_nodes,
-            "workers": world.local_world_size, "alike": {"workers per node": world.local_world_size, **alike},
+            "app": "anyrank", "job": world.job_id, "host": host, "node": world.node_rank,
+            "nodes": world.num_nodes, "workers": world.local_world_size,
+            "alike": {"workers per node": world.local_world_size, **alike},
         }  # fmt: skip
         self.attempt = 0  # how often the workers were started again
         self.writer = 0  # the rank that saves
@@ -75,7 +78,8 @@ class Supervisor:
         import torch.distributed.elastic.multiprocessing  # noqa: F401
 
     def train(self, go: Go, policy: NodePolicy) -> int:
-        """Start the workers, watch them until the policy ends it, and end those that still run; return the exit code."""
+        """Start the workers, watch them until the policy ends it, and end those that still run;
+        return the exit code."""
         folder = create_scratch_folder()
         try:
             self._start_workers(go, folder)
@@ -113,7 +117,12 @@ class Supervisor:
             worker = Worker(world.rank + index, os.path.join(folder, f"worker-{index}"))
             workers.append(worker)
             ranks = {"RANK": str(worker.rank), "LOCAL_RANK": str(world.local_rank + index)}
-            environments[index] = {**shared, **ranks, heartbeat.FILES: worker.file_prefix, heartbeat.PARENT: str(os.getpid())}
+            environments[index] = {
+                **shared,
+                **ranks,
+                heartbeat.FILES: worker.file_prefix,
+                heartbeat.PARENT: str(os.getpid()),
+            }
         self.loop.workers = workers
         self.loop.start_time = time.time()
         arguments = dict.fromkeys(environments, ("-u", *sys.argv))
@@ -121,7 +130,9 @@ class Supervisor:
         if len(workers) > 1:
             text = f"ranks {world.rank} to {world.rank + len(workers) - 1}"
         self.say(f"starting {text} of {world.world_size} ({world.platform}: {world.rule})")
-        handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)}
+        handlers = {
+            number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
+        }
         try:
             processes = start_by_torch(arguments, environments, folder)
             for number, handler in handlers.items():  # the launcher has replaced them
@@ -158,7 +169,10 @@ class Supervisor:
         return bool(workers) and all(worker.code == 0 and worker.progress[0] == "done" for worker in workers)
 
     def continue_stop(self) -> Optional[int]:
-        """Pass the stop signal on. Return the exit code if this node need not wait for its workers any longer; else None."""
+        """Pass the stop signal on.
+
+        Return the exit code if this node need not wait for its workers any longer; else None.
+        """
         loop = self.loop
         number = signal.Signals(loop.stop_signal)
         if self._stop_began is None:
@@ -180,7 +194,9 @@ class Supervisor:
             return code
         if time.monotonic() - self._stop_began > GRACE_SECONDS:
             phases = ", ".join(f"rank {worker.rank} in phase {worker.progress[0]}" for worker in late)
-            self.say(f"not stopped within {GRACE_SECONDS} s: {phases}; the run goes on from its last checkpoint")
+            self.say(
+                f"not stopped within {GRACE_SECONDS} s: {phases}; the run goes on from its last checkpoint"
+            )
             return code
         return None
 
@@ -194,7 +210,8 @@ class Supervisor:
                     worker.process.send_signal(number)
 
     def carry_out(self, verdict: Fault) -> int:
-        """Log the verdict and end the workers; return the exit code, or AGAIN if a restart may help and restarts are left."""
+        """Log the verdict and end the workers; return the exit code,
+        or AGAIN if a restart may help and restarts are left."""
         loop = self.loop
         restart = verdict["restart"] and self.attempt < self.max_restarts and not loop.stop_signal
         for worker in loop.workers:
@@ -205,9 +222,13 @@ class Supervisor:
         else:
             report_failure(loop.log_line(verdict))
         self._kill_workers()
-        running_ranks = [worker.rank for worker in loop.workers if worker.process and worker.process.poll() is None]
+        running_ranks = [
+            worker.rank for worker in loop.workers if worker.process and worker.process.poll() is None
+        ]
         if restart and running_ranks:
-            report_failure(f"rank {running_ranks[0]} cannot be ended, so the job is not started again in place")
+            report_failure(
+                f"rank {running_ranks[0]} cannot be ended, so the job is not started again in place"
+            )
         return AGAIN if restart and not running_ranks else verdict["code"]
 
     def _kill_workers(self) -> None:
@@ -223,7 +244,8 @@ class Supervisor:
 
 
 def start_by_torch(arguments: dict[int, tuple], environments: dict[int, dict[str, str]], folder: str) -> Any:
-    """Let torch start a Python process for each key of the dicts, with its logs in `folder`/logs; return torch's handle."""
+    """Let torch start a Python process for each key of the dicts, with its logs in `folder`/logs;
+    return torch's handle."""
     from torch.distributed.elastic import multiprocessing
 
     logs = os.path.join(folder, "logs")

@@ -1,8 +1,10 @@
-"""The watcher of a rank without our parent process: the only one of a job, or one of several that the platform starts itself.
+"""The watcher of a rank without our parent process: the only one of a job,
+or one of several that the platform starts itself.
 
-It reads the rank's pulse, and connects to the watchers of the other ranks when all ranks have met. It gives the guarantee of a
-parent: if a rank is killed, stopped, stuck or lost, the log names it, and the other ranks end. If it is the only rank, it ends,
-too, so that the platform can start it again; in a terminal there is only a warning.
+It reads the rank's pulse, and connects to the watchers of the other ranks when all ranks have met. It gives
+the guarantee of a parent: if a rank is killed, stopped, stuck or lost, the log names it, and the other ranks
+end. If it is the only rank, it ends, too, so that the platform can start it again; in a terminal there is
+only a warning.
 """
 
 import os
@@ -27,7 +29,9 @@ PARTING_SECONDS = 10  # how long the watcher of rank 0 waits for the others afte
 class Watcher:
     """The policy of a watcher (loop.py): if a rank is lost, all end."""
 
-    def __init__(self, world: World, worker: Worker, on_failure: Callable[[float, str], object], says_why: bool):
+    def __init__(
+        self, world: World, worker: Worker, on_failure: Callable[[float, str], object], says_why: bool
+    ):
         """`says_why`: whether the rank itself says why it ends, unless a signal ends it."""
         self._world = world
         self._loop = Loop(world.world_size, world.world_size, f"host {socket.gethostname()}")
@@ -54,7 +58,8 @@ class Watcher:
             self._loop.report(worker)
 
     def workers_finished(self) -> bool:
-        """Whether the rank has ended as it should, also by a signal, on which all stop at one step; or says why it has not."""
+        """Whether the rank has ended as it should, also by a signal, on which all stop at one step;
+        or says why it has not."""
         code = self._worker.code
         return code in (0, *STOP_SIGNALS.values()) or (self._says_why and code is not None and code >= 0)
 
@@ -93,7 +98,8 @@ class Watcher:
         return True
 
     def _may_leave(self, seconds: float) -> bool:
-        """Whether this watcher may end, `seconds` after its rank has: it may have to wait for the others or a verdict."""
+        """Whether this watcher may end, `seconds` after its rank has:
+        it may have to wait for the others or a verdict."""
         loop = self._loop
         if self.workers_finished():
             if loop.connection:
@@ -102,7 +108,8 @@ class Watcher:
         return seconds > CASCADE_SECONDS + channel.SILENCE_SECONDS
 
     def _handle_request(self):
-        """If the rank asks for it, connect to the other ranks' watchers; block until all have come, or warn after a minute."""
+        """If the rank asks for it, connect to the other ranks' watchers; block until all have come,
+        or warn after a minute."""
         loop = self._loop
         rank = self._worker.process
         request = rank.next_request(0)
@@ -116,7 +123,13 @@ class Watcher:
                 loop.hub.meet(MEETING_SECONDS)
                 loop.hub.send(go={"attempt": 0, "address": "127.0.0.1", "port": 1})
             else:
-                join_arguments = (request["address"], request["port"], request["hello"], MEETING_SECONDS, self._say)
+                join_arguments = (
+                    request["address"],
+                    request["port"],
+                    request["hello"],
+                    MEETING_SECONDS,
+                    self._say,
+                )
                 loop.connection, _ = channel.join(*join_arguments, bytes.fromhex(request["key"]))
         except UserError as error:
             self._say(f"warning: this rank is not watched: {error}")
@@ -132,7 +145,8 @@ class Watcher:
         if rank == verdict.get("stack_of"):
             print(worker.stack(), end="", file=sys.stderr, flush=True)
         is_single = not loop.hub and not loop.connection
-        if self._world.local_rank == 0 and not (is_single and worker.reported_fault()):  # unless the rank has shown it
+        # unless the rank has shown it
+        if self._world.local_rank == 0 and not (is_single and worker.reported_fault()):
             report_failure(loop.log_line(verdict))
         worker.process.end(verdict["code"])
         if rank == 0:
@@ -161,7 +175,10 @@ def start(world: World, on_failure: Callable[[float, str], object], says_why: bo
 
 
 def start_for_single_rank(world: World, on_failure: Callable[[float, str], object]) -> None:
-    """Fork the watcher of the only rank. Without room for its files, or if it is killed, there is a warning only."""
+    """Fork the watcher of the only rank.
+
+    Without room for its files, or if it is killed, there is a warning only.
+    """
 
     def watch(worker: Worker) -> None:
         Watcher(world, worker, on_failure, says_why=True).run()

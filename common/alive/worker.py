@@ -13,7 +13,8 @@ from common.alive import heartbeat, held, patience
 from common.errors import STOP_SIGNALS
 
 STOPPED_SECONDS = 3.0  # how long in state T until it counts; a debugger may stop a process for a moment
-ASLEEP_SECONDS = 10  # without a look(): this process was suspended (Ctrl-Z, or by the cluster), and with it the rank
+# without a look(): this process was suspended (Ctrl-Z, or by the cluster), and with it the rank
+ASLEEP_SECONDS = 10
 
 
 class Cause(TypedDict):
@@ -60,7 +61,8 @@ class Worker:
         self.step_seconds = collections.deque(maxlen=50)
         self.stopped_since = self.code = None
         self.blocked_threads = held.BlockedThreads()
-        self.waited_seconds = self.waited_at_progress = 0.0  # seconds of waits, at the last look() and at the last progress
+        # seconds of waits, at the last look() and at the last progress
+        self.waited_seconds = self.waited_at_progress = 0.0
         self.reported = False
 
     def look(self) -> None:
@@ -69,12 +71,17 @@ class Worker:
         progress = self.pulse.read()
         waited_seconds = self.pulse.waited_seconds()
         self._look_for_a_disk(now)
-        # Time in which the rank waited for a store or a disk, or in which both processes were suspended, is not idle time.
+        # Time in which the rank waited for a store or a disk, or in which both processes were suspended, is
+        # not idle time.
         suspended_seconds = now - self.last_look if now - self.last_look > ASLEEP_SECONDS else 0.0
-        self.last_change = min(now, self.last_change + max(suspended_seconds, waited_seconds - self.waited_seconds))
+        self.last_change = min(
+            now, self.last_change + max(suspended_seconds, waited_seconds - self.waited_seconds)
+        )
         self.last_look = now
         if progress != self.progress:
-            is_timed = (self.progress[1] > 0 or self.progress[0] == "compile") and waited_seconds == self.waited_at_progress
+            is_timed = (
+                self.progress[1] > 0 or self.progress[0] == "compile"
+            ) and waited_seconds == self.waited_at_progress
             if progress[1] > self.progress[1] and is_timed and progress[0] in heartbeat.STEP_PHASES:
                 self.step_seconds.append((now - self.last_change) / (progress[1] - self.progress[1]))
             self.progress = progress
@@ -85,7 +92,8 @@ class Worker:
         self.stopped_since = (self.stopped_since or now) if self._is_stopped() else None
 
     def _look_for_a_disk(self, now: float) -> None:
-        """Report (shared memory, log) when the kernel begins or ceases to block the rank on a disk; the rank itself cannot."""
+        """Report (shared memory, log) when the kernel begins or ceases to block the rank on a disk;
+        the rank itself cannot."""
         disk = self.pulse.disk
         limit = patience.limit()
         may_be_blocked = self.code is None and (now - self.last_change > held.least_seconds() or disk.text())
@@ -95,7 +103,10 @@ class Worker:
             if waited_seconds := disk.report_end(held.DISK):
                 print(f"{warning} has waited {waited_seconds:.0f} s for {held.DISK}", flush=True)
         elif now < since + limit and disk.report_begin(held.DISK, since, since + limit):
-            print(f"{warning} waits for {held.DISK} that does not answer, for {limit:g} s (--patience)", flush=True)
+            print(
+                f"{warning} waits for {held.DISK} that does not answer, for {limit:g} s (--patience)",
+                flush=True,
+            )
 
     def _is_stopped(self):
         with contextlib.suppress(OSError):
@@ -129,7 +140,9 @@ class Worker:
             is_halted = self.stopped_since and time.monotonic() - self.stopped_since > STOPPED_SECONDS
             return cause(f"{name} is stopped (state T) {position}") if is_halted else None
         if self.code == 0:
-            return None if phase == "done" else cause(f"{name} ended {position} although the run was not over")
+            return (
+                None if phase == "done" else cause(f"{name} ended {position} although the run was not over")
+            )
         fault = self.reported_fault()
         if fault:
             text = f"{name} failed {position}: {fault['text']}"
@@ -138,20 +151,29 @@ class Worker:
             return None
         if self.code > 0:
             return cause(f"{name} ended with exit code {self.code} {position}")
-        hint = ", perhaps for want of memory" if self.code == -signal.SIGKILL else getattr(self.process, "doubt", "")
-        # A victim aborts when its collective breaks (SIGABRT); a worker that ended by another signal is a cause.
-        signal_name = next((member.name for member in signal.Signals if member == -self.code), f"signal {-self.code}")
+        hint = (
+            ", perhaps for want of memory"
+            if self.code == -signal.SIGKILL
+            else getattr(self.process, "doubt", "")
+        )
+        # A victim aborts when its collective breaks (SIGABRT); a worker that ended by another signal is a
+        # cause.
+        signal_name = next(
+            (member.name for member in signal.Signals if member == -self.code), f"signal {-self.code}"
+        )
         text = f"{name} was killed by {signal_name}{hint} {position}"
         return {**cause(text, direct=self.code != -signal.SIGABRT), "stack_of": self.rank}
 
     def reported_fault(self) -> Optional[dict[str, Any]]:
-        """Return what the worker has reported, {"text", exit "code", "victim": whether another one failed first}, or None."""
+        """Return what the worker has reported, {"text", exit "code", "victim":
+        whether another one failed first}, or None."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads(Path(f"{self.file_prefix}.fault").read_text())
         return None
 
     def stack(self) -> str:
-        """Return the stack that an ended worker left (perhaps empty) or a running one writes; a line that says so if not."""
+        """Return the stack that an ended worker left (perhaps empty) or a running one writes;
+        a line that says so if not."""
         if self.code is not None:
             return heartbeat.crash_stack(self.file_prefix)
         with contextlib.suppress(OSError):

@@ -1,7 +1,8 @@
 """The command-line options of a job: which there are (options.py), and how they may be typed (typed.py).
 
-parser = arguments.general_parser(__doc__, ...)      # a job may add options of its own here: parser.add_argument(...)
-args = arguments.parse(parser)                       # args.world: node and rank of this process; args.input: its data;
+parser = arguments.general_parser(__doc__, ...)      # a job may add options of its own here:
+parser.add_argument(...) args = arguments.parse(parser)                       # args.world: node and rank of
+this process; args.input: its data;
                                                      # args.given: {option: value} as on the command line.
 """
 

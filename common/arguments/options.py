@@ -28,8 +28,9 @@ def number(
     below: Optional[float] = None,
     at_most: Optional[float] = None,
 ) -> Callable[[str], Any]:
-    """Return an argparse `type` for finite numbers of this kind within these bounds. A whole number must also be nearer to 0
-    than 2**53, up to which a float holds each."""
+    """Return an argparse `type` for finite numbers of this kind within these bounds.
+
+    A whole number must also be nearer to 0 than 2**53, up to which a float holds each."""
     bounds = [
         ("at least", at_least, operator.ge),
         ("above", above, operator.gt),
@@ -42,7 +43,9 @@ def number(
         with contextlib.suppress(ValueError, OverflowError):
             value = kind(text)
             if kind is int and abs(value) >= LARGEST:
-                raise argparse.ArgumentTypeError(f"{one_line(text)[:80]!r} is too long: the largest number is 2**53 - 1")
+                raise argparse.ArgumentTypeError(
+                    f"{one_line(text)[:80]!r} is too long: the largest number is 2**53 - 1"
+                )
             if math.isfinite(value) and all(holds(value, limit) for _, limit, holds in bounds):
                 return value
         name = {int: "a whole number", float: "a number"}[kind]
@@ -62,27 +65,35 @@ class Input:
     """The data that a job will read, as far as its arguments tell before anything is opened."""
 
     address: Optional[str] = None  # of the data, if they are in a bucket or on a web server
-    fetched: str = "before"  # when they are copied to this machine: before training, "during" it as far as there is room, or ""
+    # when they are copied to this machine: before training, "during" it as far as there is room, or ""
+    fetched: str = "before"
     synthetic: bool = False
     remedies: tuple[str, ...] = ()  # suggestions that could make the loader faster
     needs: tuple[str, ...] = ()  # features that its loader needs of the device, as in common/devices/kinds.py
 
 
 class Arguments(argparse.Namespace):
-    """The parsed options of a job. They cannot be set, so that no part of a job changes them for another; see replaced()."""
+    """The parsed options of a job.
+
+    They cannot be set, so that no part of a job changes them for another; see replaced().
+    """
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"args.{name} cannot be set: args stay as they were given; what you compute has a name of its own")
+        raise AttributeError(
+            f"args.{name} cannot be set: args stay as they were given; what you compute has a name of its own"
+        )
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a job's options. The module of the data set or loader sets `reads(args)`, which returns the Input.
+    """The parser of a job's options.
 
-    `recipes`: {value of --recipe: {option: default}}. `respell(parser, words)` translates the options of another program. It
-    returns the words for this parser, and remarks on options that have no effect here.
+    The module of the data set or loader sets `reads(args)`, which returns the Input.
+
+    `recipes`: {value of --recipe: {option: default}}. `respell(parser, words)` translates the options of
+    another program. It returns the words for this parser, and remarks on options that have no effect here.
     """
 
     reads: Callable[..., Input] = staticmethod(lambda args: Input())
@@ -112,7 +123,9 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 def add_label_smoothing(group: argparse._ArgumentGroup) -> None:
     """Add --label_smoothing."""
     fraction = number(float, at_least=0, below=1)
-    group.add_argument("--label_smoothing", type=fraction, default=0.1, help="fraction of the target spread over all classes")
+    group.add_argument(
+        "--label_smoothing", type=fraction, default=0.1, help="fraction of the target spread over all classes"
+    )
 
 
 def add_compile(group: argparse._ArgumentGroup) -> None:
@@ -122,7 +135,10 @@ def add_compile(group: argparse._ArgumentGroup) -> None:
 
 
 def bare_parser(doc: Optional[str], data: str) -> Parser:
-    """Return a parser with the options that every job has. `doc`: the text of --help; `data`: the help of --data_url."""
+    """Return a parser with the options that every job has.
+
+    `doc`: the text of --help; `data`: the help of --data_url.
+    """
     parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
     defaults = {
         "doctor": False,
@@ -137,31 +153,52 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
         "run_epochs": None,
         "largest_growth": None,
     }
-    # For jobs that have no such options, need no special device, or do not describe their data for the report.
+    # For jobs that have no such options, need no special device, or do not describe their data for the
+    # report.
     parser.set_defaults(**defaults, needs=(), data=None)
     rank = number(int, at_least=0)
     seed = number(int, at_least=0, below=2**31)
 
     add = parser.add_argument_group("training").add_argument
-    gpu_help = "true: the GPU (or NPU, XPU), an error without one; false: the CPU; unset: the GPU if there is one"
+    gpu_help = (
+        "true: the GPU (or NPU, XPU), an error without one; false: the CPU; unset: the GPU if there is one"
+    )
     add("--enable_gpu", type=boolean, help=gpu_help)
     kinds = ("cuda", "npu", "xpu", "mps", "cpu")
-    add("--device", choices=kinds, help="the kind of device, an error without one; unset: --enable_gpu decides")
-    add("--seed", type=seed, default=0, help="seed of the first weights, the order of the samples and the augmentation")
+    add(
+        "--device",
+        choices=kinds,
+        help="the kind of device, an error without one; unset: --enable_gpu decides",
+    )
+    add(
+        "--seed",
+        type=seed,
+        default=0,
+        help="seed of the first weights, the order of the samples and the augmentation",
+    )
 
     add = parser.add_argument_group("data").add_argument
-    add("--custom_data", type=boolean, default=False, help="train on synthetic images instead; their accuracy means nothing")
+    add(
+        "--custom_data",
+        type=boolean,
+        default=False,
+        help="train on synthetic images instead; their accuracy means nothing",
+    )
     add("--data_url", help=data)
     add(
         "--input_dir",
-        help="where data are fetched to, and indexes kept; unset: input_dir, on ModelArts that of /cache if larger",
+        help=(
+            "where data are fetched to, and indexes kept; unset: input_dir, on ModelArts that of /cache if "
+            "larger"
+        ),
     )
 
     add = parser.add_argument_group("output and restart").add_argument
     output_help = "folder or bucket (s3://, obs://, oss://) for the results of the job; unset: output_dir/JOB"
     add("--output_dir", "--train_url", help=output_help)
     patience_help = (
-        "seconds to wait for a store or a mount that does not answer; a training without a step hangs after a fifth of it"
+        "seconds to wait for a store or a mount that does not answer; a training without a step hangs "
+        "after a fifth of it"
     )
     add("--patience", type=number(float, at_least=10), default=patience.DEFAULT, help=patience_help)
 
@@ -173,23 +210,34 @@ def bare_parser(doc: Optional[str], data: str) -> Parser:
 
     add = parser.add_argument_group("short runs and diagnosis").add_argument
     add("--max_samples", type=COUNT, help="use only the first N training images and the first N test images")
-    ignore_help = "an option that the platform adds and this job does not have; several with commas between them"
+    ignore_help = (
+        "an option that the platform adds and this job does not have; several with commas between them"
+    )
     add("--ignore", action="append", default=[], metavar="NAME", help=ignore_help)
     add("--version", action="version", version=f"anyrank {VERSION}", help="print the version and end")
     return parser
 
 
 def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Parser:
-    """Return a parser with the options of a training job. `data`: help of --data_url; `workers`: default of --workers."""
+    """Return a parser with the options of a training job.
+
+    `data`: help of --data_url; `workers`: default of --workers.
+    """
     parser = bare_parser(doc, data)
 
     add = group(parser, "training").add_argument
     add("--epochs", type=COUNT, default=30, help="passes over the training images")
     add("--batch_size", type=COUNT, default=128, help="samples per step and device")
     add("--lr", type=POSITIVE, default=0.1, help="highest learning rate of the schedule")
-    add("--weight_decay", type=number(float, at_least=0), default=5e-4, help="decay of the weights towards zero")
+    add(
+        "--weight_decay",
+        type=number(float, at_least=0),
+        default=5e-4,
+        help="decay of the weights towards zero",
+    )
     deterministic_help = (
-        "take the algorithms of a GPU that give the same bits in every run, which are slower; a CPU's always do"
+        "take the algorithms of a GPU that give the same bits in every run, which are slower; a CPU's "
+        "always do"
     )
     add("--deterministic", type=boolean, default=False, help=deterministic_help)
 
@@ -199,24 +247,40 @@ def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Par
     add("--workers", type=number(int, at_least=0, below=257), default=workers, help=workers_help)
 
     add = group(parser, "output").add_argument
-    resume_help = "auto: go on from the newest valid checkpoint; never: start afresh; or the PATH of a checkpoint"
+    resume_help = (
+        "auto: go on from the newest valid checkpoint; never: start afresh; or the PATH of a checkpoint"
+    )
     overwrite_help = (
-        "with --resume never: delete the run that is in the output folder; with --resume PATH: its later checkpoints"
+        "with --resume never: delete the run that is in the output folder; with --resume PATH: its later "
+        "checkpoints"
     )
     add("--resume", default="auto", help=resume_help)
     add("--overwrite", type=boolean, default=False, help=overwrite_help)
     add("--save_steps", type=COUNT, help="also save a checkpoint every N steps")
-    log_help = "seconds between two lines of a log, not of a terminal: 5 or more; unset: 5, later 30, after an hour 60"
+    log_help = (
+        "seconds between two lines of a log, not of a terminal: 5 or more; unset: 5, later 30, after an "
+        "hour 60"
+    )
     add("--log_seconds", type=number(float, at_least=5), help=log_help)
     add("--save_seconds", type=POSITIVE, default=300.0, help="also save a checkpoint every N seconds")
     add("--keep", type=COUNT, default=2, help="how many checkpoints to keep: the last N, and the best")
     add("--max_hours", type=POSITIVE, help="save and exit with 0 after N hours; the same command goes on")
-    track_help = "send the curves to mlflow, wandb or swanlab (several with commas), whose own variables have address and key"
+    track_help = (
+        "send the curves to mlflow, wandb or swanlab (several with commas), whose own variables have "
+        "address and key"
+    )
     add("--track", type=_trackers, help=track_help)
-    add("--ledger", type=boolean, default=False, help="write the ids of the trained samples, step by step, to ledger/")
+    add(
+        "--ledger",
+        type=boolean,
+        default=False,
+        help="write the ids of the trained samples, step by step, to ledger/",
+    )
 
     add = group(parser, "short runs").add_argument
-    doctor_help = "check every node for what makes runs fail, print one table, the worst first, and end before training"
+    doctor_help = (
+        "check every node for what makes runs fail, print one table, the worst first, and end before training"
+    )
     profile_help = (
         "a trace of what each operation took in steps 11 to 20, for ui.perfetto.dev in the output folder, "
         "and a table of it in the log; the run goes on"
@@ -226,7 +290,8 @@ def general_parser(doc: Optional[str], data: str, workers: Optional[int]) -> Par
     add("--doctor_seconds", type=POSITIVE, default=30.0, help="how long the doctor waits for the other nodes")
     add("--profile", type=boolean, default=False, help=profile_help)
     max_batch_help = (
-        "only find the largest --batch_size that a GPU has memory for, by steps of this job with more and more samples"
+        "only find the largest --batch_size that a GPU has memory for, by steps of this job with more and "
+        "more samples"
     )
     add("--find_max_batch", type=boolean, default=False, help=max_batch_help)
     return parser
@@ -240,7 +305,8 @@ def _trackers(text: str) -> str:
 
 
 def growth(args: argparse.Namespace, global_batch: int) -> float:
-    """Return the factor by which --lr grows with the batch, from --batch_size to `global_batch`; a recipe may limit it."""
+    """Return the factor by which --lr grows with the batch, from --batch_size to `global_batch`;
+    a recipe may limit it."""
     factor = global_batch / args.batch_size
     return min(factor, args.largest_growth) if args.largest_growth else factor
 
@@ -264,8 +330,13 @@ def group(parser: Parser, title: str) -> argparse._ArgumentGroup:
     return next(group for group in parser._action_groups if (group.title or "").startswith(title))
 
 
-def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str, str] = os.environ) -> Arguments:
-    """Parse the options; find the folders and this process's place. A wrong option exits with code 2, or raises UserError."""
+def parse(
+    parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str, str] = os.environ
+) -> Arguments:
+    """Parse the options; find the folders and this process's place.
+
+    A wrong option exits with code 2, or raises UserError.
+    """
     words, remarks = parser.respell(parser, sys.argv[1:] if argv is None else argv)
     words = typed.normalize(parser, words)
     defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
@@ -276,7 +347,11 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
     actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
     given_names = {action.dest for action in actions if action}
     args.given = {name: value for name, value in vars(args).items() if name in given_names}
-    args.changed = {name: defaults[name] for name, value in vars(args).items() if name in defaults and value != defaults[name]}
+    args.changed = {
+        name: defaults[name]
+        for name, value in vars(args).items()
+        if name in defaults and value != defaults[name]
+    }
     extra_options = typed.unknown_options(parser, unknown, args.ignore)
     patience.use(args.patience)
     args.job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
@@ -286,7 +361,9 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
         folders.refuse_other_names(args, extra_options, environ)
     except UserError as error:
         parser.error(one_line(error))
-    typed.refuse_unknown(parser, [name for name, value in extra_options.items() if not folders.is_platform_path(value)])
+    typed.refuse_unknown(
+        parser, [name for name, value in extra_options.items() if not folders.is_platform_path(value)]
+    )
     moments.announce("arguments", args)
     args.world = world.find_place(args, environ)
     if args.world.rank == 0 and not heartbeat.has_parent():
@@ -300,20 +377,27 @@ def parse(parser: Parser, argv: Optional[list[str]] = None, environ: Mapping[str
 
 
 def replaced(args: argparse.Namespace, **values: Any) -> Arguments:
-    """Return a copy of the arguments with these values replaced or added. They do not enter args.given, the typed options."""
+    """Return a copy of the arguments with these values replaced or added.
+
+    They do not enter args.given, the typed options.
+    """
     return Arguments(**{**vars(args), **values})
 
 
 def _resolve_device(args: argparse.Namespace) -> None:
-    """Set --enable_gpu according to --device, if that is given; raise UserError if the two contradict each other."""
+    """Set --enable_gpu according to --device, if that is given;
+    raise UserError if the two contradict each other."""
     if args.device and args.enable_gpu in (None, args.device != "cpu"):
         args.enable_gpu = args.device != "cpu"
     elif args.device:
-        raise UserError(f"--enable_gpu {str(args.enable_gpu).lower()} and --device {args.device}: give one of them")
+        raise UserError(
+            f"--enable_gpu {str(args.enable_gpu).lower()} and --device {args.device}: give one of them"
+        )
 
 
 def plain_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items of vars(args) or args.given that are a string, number, boolean, None or tuple, with secrets masked."""
+    """Return the items of vars(args) or args.given that are a string, number, boolean, None or tuple,
+    with secrets masked."""
     values: dict[str, Any] = {}
     for name, value in args.items():
         if isinstance(value, str):

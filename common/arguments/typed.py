@@ -1,7 +1,7 @@
 """Convert a command line to the form that argparse reads, and ignore or refuse words that no option declares.
 
-Consoles pass every value as a string, and append options that no job declares. So booleans can be spelled out or stand alone,
-and options that platforms are known to append, or that --ignore names, are ignored.
+Consoles pass every value as a string, and append options that no job declares. So booleans can be spelled out
+or stand alone, and options that platforms are known to append, or that --ignore names, are ignored.
 """
 
 import argparse
@@ -24,11 +24,13 @@ PLATFORM_OPTIONS = {
 # {a name that other programs use: our option}, for suggestions
 MEANINGS = {
     "learning_rate": "lr", "base_lr": "lr", "wd": "weight_decay", "batch": "batch_size", "bs": "batch_size",
-    "gpus": "nproc_per_node", "num_gpu": "nproc_per_node", "nprocs": "nproc_per_node", "model": "arch", "network": "arch",
-    "backbone": "arch", "num_epochs": "epochs", "max_epochs": "epochs", "num_workers": "workers", "data": "data_url",
-    "data_dir": "data_url", "data_path": "data_url", "dataset": "data_url", "output": "output_dir", "save_dir": "output_dir",
-    "scheduler": "schedule", "lr_scheduler": "schedule", "amp": "amp_dtype", "fp16": "amp_dtype", "precision": "amp_dtype",
-    "checkpoint": "resume", "random_seed": "seed", "img_size": "image_size", "size": "image_size", "pretrained": "weights",
+    "gpus": "nproc_per_node", "num_gpu": "nproc_per_node", "nprocs": "nproc_per_node", "model": "arch",
+    "network": "arch", "backbone": "arch", "num_epochs": "epochs", "max_epochs": "epochs",
+    "num_workers": "workers", "data": "data_url", "data_dir": "data_url", "data_path": "data_url",
+    "dataset": "data_url", "output": "output_dir", "save_dir": "output_dir", "scheduler": "schedule",
+    "lr_scheduler": "schedule", "amp": "amp_dtype", "fp16": "amp_dtype", "precision": "amp_dtype",
+    "checkpoint": "resume", "random_seed": "seed", "img_size": "image_size", "size": "image_size",
+    "pretrained": "weights",
 }  # fmt: skip
 
 MULTI_DEVICE_OPTIONS = {"nproc_per_node", "join_seconds", "max_restarts"}
@@ -36,7 +38,8 @@ YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 
 
 def boolean(text: str) -> bool:
-    """Convert an option's text, as a `type` for argparse: consoles send 'true', 'True' or '1'; other words are refused."""
+    """Convert an option's text, as a `type` for argparse: consoles send 'true', 'True' or '1';
+    other words are refused."""
     value = YES_OR_NO.get(text.strip().lower())
     if value is None:
         raise argparse.ArgumentTypeError(f"{one_line(text)[:80]!r} is neither true nor false")
@@ -44,7 +47,8 @@ def boolean(text: str) -> bool:
 
 
 def normalize(parser: argparse.ArgumentParser, argv: list[str], from_a_console: bool = True) -> list[str]:
-    """Return the words in the form that argparse reads: underscores in names, `=` before values, a bare boolean as true.
+    """Return the words in the form that argparse reads: underscores in names, `=` before values,
+    a bare boolean as true.
 
     `from_a_console`: remove blanks that were typed around a value. An option with an empty value is dropped.
     """
@@ -96,8 +100,11 @@ def option_names(parser: argparse.ArgumentParser) -> list[str]:
     return [option.lstrip("-") for action in parser._actions for option in action.option_strings]
 
 
-def unknown_options(parser: argparse.ArgumentParser, unknown: list[str], ignore: Iterable[str]) -> dict[str, str]:
-    """Return {name: value} of the unknown options, without those of platforms and --ignore; refuse a word that is no option."""
+def unknown_options(
+    parser: argparse.ArgumentParser, unknown: list[str], ignore: Iterable[str]
+) -> dict[str, str]:
+    """Return {name: value} of the unknown options, without those of platforms and --ignore;
+    refuse a word that is no option."""
     ignored = {*PLATFORM_OPTIONS, *(normal_name(name) for names in ignore for name in names.split(","))}
     options = {}
     words = list(reversed(unknown))
@@ -120,9 +127,14 @@ def refuse_unknown(parser: argparse.ArgumentParser, unknown: Iterable[str]) -> N
         if normal_name(name) in MULTI_DEVICE_OPTIONS:
             job = os.path.splitext(os.path.basename(sys.argv[0]))[0]
             parser.error(
-                f"--{shown_name} is for jobs of several devices, and {job}.py trains on one: {advice_for_several_devices(job)}"
+                f"--{shown_name} is for jobs of several devices, and {job}.py trains on one: "
+                f"{advice_for_several_devices(job)}"
             )
-        advice = f"did you mean --{suggestion}?" if suggestion else f"where the platform adds it, give --ignore {shown_name}"
+        advice = (
+            f"did you mean --{suggestion}?"
+            if suggestion
+            else f"where the platform adds it, give --ignore {shown_name}"
+        )
         parser.error(f"unknown option --{shown_name}: {advice}")
 
 
@@ -132,7 +144,8 @@ def normal_name(name: str) -> str:
 
 
 def nearest(name: str, options: Collection[str]) -> Optional[str]:
-    """Return the known option that is probably meant by a name that is mistyped, shortened or of another program; else None."""
+    """Return the known option that is probably meant by a name that is mistyped,
+    shortened or of another program; else None."""
     normalized = normal_name(name)[:64]
     if MEANINGS.get(normalized) in options:
         return MEANINGS[normalized]

@@ -1,11 +1,12 @@
 """A checkpoint: a file of tensors, and a manifest that is written last and states the file's digest and size.
 
-    checkpoints/000000012800.pt      model, optimizer and whatever else was registered, and a copy of the manifest
-    checkpoints/000000012800.json    SHA-256, size, epoch, position in it, global batch, arguments, versions
+    checkpoints/000000012800.pt    model, optimizer, what else was registered, and a copy of the manifest
+    checkpoints/000000012800.json  SHA-256, size, epoch, position in it, global batch, arguments, versions
 
-Without a manifest there is no checkpoint. Both files are complete under temporary names before the first is renamed. If the
-same number is saved again, one of the two checkpoints therefore exists at every moment. The digest is verified before parsing,
-and parsing makes only tensors and plain values (common/weights/tensors.py).
+Without a manifest there is no checkpoint. Both files are complete under temporary names before the first is
+renamed. If the same number is saved again, one of the two checkpoints therefore exists at every moment. The
+digest is verified before parsing, and parsing makes only tensors and plain values
+(common/weights/tensors.py).
 """
 
 import collections
@@ -36,7 +37,10 @@ from common.files import (
 from common.weights.files import encode
 from common.weights.plain import Refused, check
 
-DEFAULT_REMEDY = "start afresh in another output folder, or here with --resume never --overwrite true, which deletes the rest"
+DEFAULT_REMEDY = (
+    "start afresh in another output folder, or here with --resume never --overwrite true, which deletes "
+    "the rest"
+)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,7 +52,8 @@ def _on_its_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def snapshot(value: Any, copy: Callable[[torch.Tensor], torch.Tensor] = _on_host) -> Any:
-    """Return nested dicts and lists with a `copy` of each tensor, by default on the CPU, where no step changes it."""
+    """Return nested dicts and lists with a `copy` of each tensor, by default on the CPU,
+    where no step changes it."""
     if isinstance(value, torch.Tensor):
         return copy(value)
     if type(value) in (dict, collections.OrderedDict):
@@ -59,8 +64,10 @@ def snapshot(value: Any, copy: Callable[[torch.Tensor], torch.Tensor] = _on_host
 
 
 class Snapshot:
-    """A copy of a state, which no step changes. From an NVIDIA GPU it comes to the host when it is asked for, and the training
-    waits only until copies are queued there; for all of it if the state is on several GPUs, or one has hardly room for two."""
+    """A copy of a state, which no step changes.
+
+    From an NVIDIA GPU it comes to the host when it is asked for, and the training waits only until copies are
+    queued there; for all of it if the state is on several GPUs, or one has hardly room for two."""
 
     def __init__(self, state: dict) -> None:
         gpus = {tensor.device for tensor in tensors(state) if devices.is_nvidia(tensor.device)}
@@ -118,7 +125,8 @@ def size_of(value: object) -> int:
 
 
 def estimated_size(state: dict) -> int:
-    """Estimate the bytes of a checkpoint and its file of weights, with room for optimizer state as large as the weights."""
+    """Estimate the bytes of a checkpoint and its file of weights,
+    with room for optimizer state as large as the weights."""
     return 2 * size_of(state["model"]) + size_of(state)
 
 
@@ -127,7 +135,8 @@ def _encode_manifest(manifest: object) -> bytes:
 
 
 def require_plain(state: dict) -> None:
-    """Raise UserError if `state` holds more than tensors and plain values, as the next start could not read it."""
+    """Raise UserError if `state` holds more than tensors and plain values,
+    as the next start could not read it."""
     for name in state:
         try:
             check(state[name])
@@ -137,7 +146,8 @@ def require_plain(state: dict) -> None:
 
 def write(folder: str, state: dict, about: dict) -> None:
     """Write a checkpoint of `state`, with `about` as its manifest; its number is about["samples_seen"]."""
-    about = json.loads(json.dumps(about))  # plain types only, or common/weights/tensors.py would refuse them at the next start
+    # plain types only, or common/weights/tensors.py would refuse them at the next start
+    about = json.loads(json.dumps(about))
     number = about["samples_seen"]
     path = os.path.join(folder, names.of_checkpoint(number, "pt"))
     manifest_path = os.path.join(folder, names.of_checkpoint(number, "json"))
@@ -157,9 +167,16 @@ def write(folder: str, state: dict, about: dict) -> None:
 
 
 def _manifests(folder: str) -> list[tuple[int, int, str]]:
-    """Return sorted [(start's number, samples seen, name)] of the manifests. Only names from a bucket have numbers above 1."""
+    """Return sorted [(start's number, samples seen, name)] of the manifests.
+
+    Only names from a bucket have numbers above 1.
+    """
     parsed_names = [(names.parse(name), name) for name in os.listdir(folder)] if os.path.isdir(folder) else []
-    return sorted((parsed.start, parsed.samples, name) for parsed, name in parsed_names if parsed and parsed.ending == "json")
+    return sorted(
+        (parsed.start, parsed.samples, name)
+        for parsed, name in parsed_names
+        if parsed and parsed.ending == "json"
+    )
 
 
 def numbers(folder: str) -> list[int]:
@@ -168,13 +185,15 @@ def numbers(folder: str) -> list[int]:
 
 
 def path_of(folder: str, number: int) -> str:
-    """Return the path of the .pt file of checkpoint `number`; if several starts have saved it, of the latest start's file."""
+    """Return the path of the .pt file of checkpoint `number`; if several starts have saved it,
+    of the latest start's file."""
     starts = [start for start, samples, _ in _manifests(folder) if samples == number] or [1]
     return os.path.join(folder, names.of_checkpoint(number, "pt", starts[-1]))
 
 
 def read(path: str) -> tuple[dict, dict]:
-    """Return (state, manifest without digest and size) of a .pt file with its .json next to it; UserError if it is damaged."""
+    """Return (state, manifest without digest and size) of a .pt file with its .json next to it;
+    UserError if it is damaged."""
     manifest, content = read_verified(path)
     return parse(content, manifest, path)
 
@@ -215,7 +234,8 @@ def _read_manifest(path: str, content: bytes) -> dict[str, Any]:
 
 
 def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
-    """Return (state, about) in verified bytes; UserError if they are no checkpoint or hold a manifest other than `manifest`."""
+    """Return (state, about) in verified bytes; UserError if they are no checkpoint or hold a manifest other
+    than `manifest`."""
     from common.weights.tensors import read as read_tensors
 
     try:
@@ -224,7 +244,9 @@ def parse(content: bytes, manifest: dict, path: str) -> tuple[dict, dict]:
         reason = "it holds something other than tensors and plain values"
         raise UserError(f"checkpoint {path} is refused: {reason}: {one_line(str(error)[:200])}") from None
     except Exception as error:  # an undamaged file of another kind can raise anything
-        raise UserError(f"checkpoint {path} is damaged: it is no archive of torch: {one_line(error)[:200]}") from None
+        raise UserError(
+            f"checkpoint {path} is damaged: it is no archive of torch: {one_line(error)[:200]}"
+        ) from None
     about = state.pop("about", None) if isinstance(state, dict) else None
     if not isinstance(about, dict) or not _are_alike(
         {**about, "sha256": manifest["sha256"], "size": manifest["size"]}, manifest
@@ -240,9 +262,11 @@ def _are_alike(about: object, manifest: object) -> bool:
         return False
 
 
-def newest(folder: str, say: Callable = print, remedy: str = DEFAULT_REMEDY) -> Optional[tuple[dict, dict, str]]:
-    """Return (state, about, path) of the newest valid checkpoint, or None if there is none; warn of newer ones if damaged.
-    If all are damaged, raise UserError with `remedy`, which says what to do."""
+def newest(
+    folder: str, say: Callable = print, remedy: str = DEFAULT_REMEDY
+) -> Optional[tuple[dict, dict, str]]:
+    """Return (state, about, path) of the newest valid checkpoint, or None if there is none; warn of newer
+    ones if damaged. If all are damaged, raise UserError with `remedy`, which says what to do."""
     existing = _manifests(folder)
     for _, _, manifest_name in reversed(existing):
         path = os.path.join(folder, re.sub(r"json$", "pt", manifest_name))
@@ -302,18 +326,27 @@ def _describes(manifest: str, path: str) -> bool:
 
 
 def surplus(file_names: Iterable[str], keep: int, about: dict, damaged: Collection[int] = ()) -> list[str]:
-    """Return which of a run's files need not be kept: all checkpoints and weight files but the last `keep` and the best.
+    """Return which of a run's files need not be kept: all checkpoints and weight files but the last `keep`
+    and the best.
 
-    `about`: the manifest of the checkpoint just written or restored. Higher numbers stay unless they are in `damaged`.
+    `about`: the manifest of the checkpoint just written or restored. Higher numbers stay unless they are in
+    `damaged`.
     """
     best = about["best"] or {}
     samples_seen = about["samples_seen"]
     file_names = list(file_names)
     checkpoint_files = [
-        (name, parsed) for name in file_names if (parsed := names.parse(name.removeprefix(names.FOLDER))) and parsed.start == 1
+        (name, parsed)
+        for name in file_names
+        if (parsed := names.parse(name.removeprefix(names.FOLDER))) and parsed.start == 1
     ]
-    numbers = sorted({parsed.samples for _, parsed in checkpoint_files if parsed.ending == "json"} - {*damaged})
-    kept_numbers = {*[number for number in numbers if number <= samples_seen][-keep:], best.get("samples_seen")} & {*numbers}
+    numbers = sorted(
+        {parsed.samples for _, parsed in checkpoint_files if parsed.ending == "json"} - {*damaged}
+    )
+    kept_numbers = {
+        *[number for number in numbers if number <= samples_seen][-keep:],
+        best.get("samples_seen"),
+    } & {*numbers}
     old_files = [
         name
         for name, parsed in checkpoint_files

@@ -12,15 +12,25 @@ from typing import Any, Callable, Optional
 import torch
 
 from common.errors import TrainingFailed
-from common.files import TakenOver, append, claim, drop_partial_line, open_regular, remove, replace_with_copy, tidy
+from common.files import (
+    TakenOver,
+    append,
+    claim,
+    drop_partial_line,
+    open_regular,
+    remove,
+    replace_with_copy,
+    tidy,
+)
 
 
 class Evidence:
     """The records of this rank: an Attempt, a ledger, both or neither.
 
-    The ledger (--ledger true) is ledger/rank_R.jsonl, append-only: a line {"start": [epoch, consumed], "t": ...} for every
-    start, and a line {"step": [epoch, consumed], "ids": [...], "t": ...} for every step. A step counts unless a later start
-    begins at it or before it. tests/check_ledger.py checks that no restart has lost or repeated a sample.
+    The ledger (--ledger true) is ledger/rank_R.jsonl, append-only: a line {"start": [epoch, consumed], "t":
+    ...} for every start, and a line {"step": [epoch, consumed], "ids": [...], "t": ...} for every step. A
+    step counts unless a later start begins at it or before it. tests/check_ledger.py checks that no restart
+    has lost or repeated a sample.
     """
 
     def __init__(self, args: argparse.Namespace, say: Callable[[str], None], last_good: Callable[[], str]):
@@ -55,7 +65,8 @@ class Evidence:
             self.attempt.set(epoch, consumed)
 
     def note_step_counts(self, epoch: int, consumed: int, ids: torch.Tensor) -> None:
-        """Note in the ledger that this step counts, and in the Attempt that no step is under way, if they are kept."""
+        """Note in the ledger that this step counts, and in the Attempt that no step is under way,
+        if they are kept."""
         if self._ledger:
             self._write({"step": [epoch, consumed], "ids": ids.tolist()})
         self.note_step_begins(-1, -1)
@@ -70,7 +81,9 @@ class Evidence:
         try:
             yield
         except OSError as error:
-            raise TrainingFailed(f"the ledger cannot be written: {error.strerror}; {self._last_good()}") from None
+            raise TrainingFailed(
+                f"the ledger cannot be written: {error.strerror}; {self._last_good()}"
+            ) from None
 
     def remove_attempt(self) -> None:
         """Remove the Attempt's file, if this rank keeps one: the start has ended as it should."""
@@ -79,9 +92,11 @@ class Evidence:
 
 
 class Attempt:
-    """A file that names the step under way, so that the next start sees if two starts died in the same step."""
+    """A file that names the step under way, so that the next start sees if two starts died in the same
+    step."""
 
-    # (epoch, consumed) of the step under way, -1 if there is none, and of the last step in which an earlier start died
+    # (epoch, consumed) of the step under way, -1 if there is none, and of the last step in which an earlier
+    # start died
     _FORM = struct.Struct("<4q")
 
     def __init__(self, folder: str, say: Callable[[str], None]):
@@ -109,7 +124,8 @@ class Attempt:
                 os.pwrite(self._file.fileno(), self._FORM.pack(epoch, consumed, *self._died_in), 0)
 
     def remove(self) -> None:
-        """Remove the file, even if this start could not write to it, unless a later start has taken the folder over."""
+        """Remove the file, even if this start could not write to it,
+        unless a later start has taken the folder over."""
         with self._warning_once(), contextlib.suppress(TakenOver):
             if self._file is not None:
                 self._file.close()
@@ -122,6 +138,7 @@ class Attempt:
         except OSError as error:
             if not self._has_warned:
                 self._say(
-                    f"warning: {self._path} cannot be written: {error.strerror}; a step that kills the job may go unnoticed"
+                    f"warning: {self._path} cannot be written: {error.strerror}; a step that kills the "
+                    "job may go unnoticed"
                 )
             self._has_warned = True

@@ -1,8 +1,9 @@
 """The names of checkpoints and of weights: every other file asks here.
 
-checkpoints/000000012800.pt      a checkpoint, whose number is the samples seen; 000000012800.json is its manifest
-checkpoints/000000012800-2.pt    in a bucket: one that the second start of a run has saved (starts.py)
-epoch_3.pth                      the weights of an epoch, with epoch_3.pth.sha256 and epoch_3.json beside them
+checkpoints/000000012800.pt      a checkpoint, whose number is the samples seen; 000000012800.json is its
+manifest checkpoints/000000012800-2.pt    in a bucket: one that the second start of a run has saved
+(starts.py) epoch_3.pth                      the weights of an epoch, with epoch_3.pth.sha256 and epoch_3.json
+beside them
 """
 
 import re
@@ -11,7 +12,8 @@ from typing import NamedTuple, Optional
 from common.files import TEMPORARY
 
 FOLDER = "checkpoints/"
-UNFINISHED = f"json{TEMPORARY}"  # the ending of a manifest that a killed start, or an upload, has not given its name yet
+# the ending of a manifest that a killed start, or an upload, has not given its name yet
+UNFINISHED = f"json{TEMPORARY}"
 
 _OF_A_CHECKPOINT = re.compile(rf"(\d{{12}})(?:-(\d+))?\.(pt|json|{re.escape(UNFINISHED)})")
 _OF_AN_EPOCH = re.compile(r"epoch_(\d+)\.(?:pth(?:\.sha256)?|json)")
@@ -30,7 +32,8 @@ def of_checkpoint(samples: int, ending: str, start: int = 1) -> str:
 
 
 def parse(name: str, folder: str = "") -> Optional[Name]:
-    """Return the parts of the name of a checkpoint's file, which `folder` precedes; None for any other name."""
+    """Return the parts of the name of a checkpoint's file, which `folder` precedes;
+    None for any other name."""
     match = _OF_A_CHECKPOINT.fullmatch(name.removeprefix(folder)) if name.startswith(folder) else None
     return Name(int(match[1]), int(match[2] or 1), match[3]) if match else None
 
@@ -41,6 +44,7 @@ def weights(epoch: int) -> str:
 
 
 def epoch_of(name: str) -> Optional[int]:
-    """Return the epoch of a file of weights, or of the .sha256 or .json beside it; None for any other name."""
+    """Return the epoch of a file of weights, or of the .sha256 or .json beside it;
+    None for any other name."""
     match = _OF_AN_EPOCH.fullmatch(name)
     return int(match[1]) if match else None

@@ -1,7 +1,8 @@
 """The parts of a run in a checkpoint: the network, its optimizers, and whatever else has a state_dict.
 
-Each part gets its saved state back. Every start creates optimizers and learning rate schedules anew: an option that this start
-gives another value than the start before is taken from this start instead of the checkpoint, and the log lists it.
+Each part gets its saved state back. Every start creates optimizers and learning rate schedules anew: an
+option that this start gives another value than the start before is taken from this start instead of the
+checkpoint, and the log lists it.
 """
 
 import copy
@@ -42,11 +43,14 @@ class SavedParts:
         self.network = unwrapped(model)
         self.uses_all_gpus = isinstance(model, torch.nn.DataParallel)
         self.by_name: dict[str, Stateful] = {}
-        self.changed: dict[str, str] = {}  # settings that differ from the checkpoint: {"lr of optimizer": "0.1 -> 0.2"}
+        # settings that differ from the checkpoint: {"lr of optimizer": "0.1 -> 0.2"}
+        self.changed: dict[str, str] = {}
         self.restored: Optional[Checkpoint] = None  # the checkpoint, until forget_restored()
         self._say = say
-        self._initial_options: dict[str, Any] = {}  # as this start has set them, before a checkpoint is restored
-        self._group_counts: dict[str, int] = {}  # of the parameter groups of each optimizer, when the epoch began
+        # as this start has set them, before a checkpoint is restored
+        self._initial_options: dict[str, Any] = {}
+        # of the parameter groups of each optimizer, when the epoch began
+        self._group_counts: dict[str, int] = {}
         self._fingerprint: Any = None
 
     def add(self, parts: Mapping[str, Any]) -> None:
@@ -61,16 +65,20 @@ class SavedParts:
         return [part for part in self.by_name.values() if is_schedule(part)]
 
     def learning_rate(self) -> float:
-        """Return the present learning rate of the first group of the part "optimizer"; 0.0 if there is none."""
+        """Return the present learning rate of the first group of the part "optimizer";
+        0.0 if there is none."""
         groups = getattr(self.by_name.get("optimizer"), "param_groups", [])
         return float(groups[0]["lr"]) if groups else 0.0  # it may be a tensor
 
     def named_weights(self) -> dict[str, torch.nn.Parameter]:
-        """Return {name: weight} of the network, and {"PART.name": weight} of each other part that is a module."""
+        """Return {name: weight} of the network, and {"PART.name":
+        weight} of each other part that is a module."""
         weights: dict[str, torch.nn.Parameter] = {}
         for name, part in self.by_name.items():
             if isinstance(part, torch.nn.Module):
-                weights.update({f"{name}.{weight_name}": weight for weight_name, weight in part.named_parameters()})
+                weights.update(
+                    {f"{name}.{weight_name}": weight for weight_name, weight in part.named_parameters()}
+                )
         weights.update(self.network.named_parameters())
         return weights
 
@@ -78,20 +86,28 @@ class SavedParts:
 
     def note_initial_options(self) -> None:
         """Note options of optimizers and schedules, and the frozen weights, before a restore changes them."""
-        options: dict[str, Any] = {name: part.state_dict() for name, part in self.by_name.items() if is_schedule(part)}
+        options: dict[str, Any] = {
+            name: part.state_dict() for name, part in self.by_name.items() if is_schedule(part)
+        }
         for name, optimizer in self.optimizers().items():
             options[name] = [
-                {option: value for option, value in group.items() if option != "params"} for group in optimizer.param_groups
+                {option: value for option, value in group.items() if option != "params"}
+                for group in optimizer.param_groups
             ]
         self._initial_options = copy.deepcopy({"model": self._frozen_names(), **options})
 
     def begin_epoch(self) -> None:
         """Note the number of parameter groups: a start that resumes in this epoch adds later ones itself."""
-        self._group_counts = {name: len(optimizer.param_groups) for name, optimizer in self.optimizers().items()}
+        self._group_counts = {
+            name: len(optimizer.param_groups) for name, optimizer in self.optimizers().items()
+        }
 
     def states(self) -> dict[str, Any]:
         """Return the state of each part by its name; the network's as "model"."""
-        return {"model": self.network.state_dict(), **{name: _state(part) for name, part in self.by_name.items()}}
+        return {
+            "model": self.network.state_dict(),
+            **{name: _state(part) for name, part in self.by_name.items()},
+        }
 
     def settings(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the parts in addition to their states."""
@@ -117,11 +133,14 @@ class SavedParts:
     def _names_in_added_groups(self, name: str) -> list[list[str]]:
         """Return the weights' names in each group added to optimizer `name` since note_initial_options()."""
         names = {weight: weight_name for weight_name, weight in self.named_weights().items()}
-        groups = [group["params"] for group in self.optimizers()[name].param_groups[len(self._initial_options[name]) :]]
+        groups = [
+            group["params"]
+            for group in self.optimizers()[name].param_groups[len(self._initial_options[name]) :]
+        ]
         if any(weight not in names for group in groups for weight in group):
             raise UserError(
-                f"{name} has got weights that are neither the network's nor those of a module that the run saves, so a "
-                "restart could not find them: give the module to Run, too"
+                f"{name} has got weights that are neither the network's nor those of a module that the run "
+                "saves, so a restart could not find them: give the module to Run, too"
             )
         return [[names[weight] for weight in group] for group in groups]
 
@@ -132,9 +151,12 @@ class SavedParts:
         self.restored = None
 
     def restore(self, state: dict[str, Any], about: dict[str, Any], path: str, within_epoch: bool) -> None:
-        """Restore the parts from the state of a checkpoint. `about`: its manifest; `path`: what messages call it.
+        """Restore the parts from the state of a checkpoint.
 
-        `within_epoch`: without the parameter groups of this epoch, which the job adds again before run.steps().
+        `about`: its manifest; `path`: what messages call it.
+
+        `within_epoch`: without the parameter groups of this epoch, which the job adds again before
+        run.steps().
         """
         self.restored = (state, about, path)
         self.network.load_state_dict(state["model"])
@@ -144,7 +166,8 @@ class SavedParts:
             for name, weight in self.named_weights().items():
                 weight.requires_grad_(name not in run_state["frozen"])
         self._group_counts = run_state.get("groups", self._group_counts)
-        schedules_last = sorted(self.by_name, key=lambda name: is_schedule(self.by_name[name]))  # as they set rates
+        # as they set rates
+        schedules_last = sorted(self.by_name, key=lambda name: is_schedule(self.by_name[name]))
         for name in schedules_last:
             part = self.by_name[name]
             saved = state.get(name)
@@ -159,7 +182,9 @@ class SavedParts:
             else:
                 part.load_state_dict(saved)
 
-    def _restore_optimizer(self, name: str, optimizer: Optimizer, state: dict[str, Any], path: str, within_epoch: bool) -> None:
+    def _restore_optimizer(
+        self, name: str, optimizer: Optimizer, state: dict[str, Any], path: str, within_epoch: bool
+    ) -> None:
         """Restore an optimizer's state, added groups, and the options that this start has not changed."""
         saved = state[name]
         groups = [*saved["param_groups"]]
@@ -173,8 +198,12 @@ class SavedParts:
             weights = self.named_weights()
             names_in_missing_groups = run_state["added"][name][group_count - len(previous_options) :]
             for names, options in zip(names_in_missing_groups, groups[group_count:]):
-                optimizer.add_param_group({**options, "params": [weights[weight_name] for weight_name in names]})
-            for index, (group, initial, previous) in enumerate(zip(groups, self._initial_options[name], previous_options)):
+                optimizer.add_param_group(
+                    {**options, "params": [weights[weight_name] for weight_name in names]}
+                )
+            for index, (group, initial, previous) in enumerate(
+                zip(groups, self._initial_options[name], previous_options)
+            ):
                 groups[index] = self._merged(name, group, initial, previous)
                 has_new_rate = initial["lr"] != previous["lr"]
                 was_scheduled = previous["lr"] != group["lr"]
@@ -187,7 +216,9 @@ class SavedParts:
         optimizer.load_state_dict({"state": states, "param_groups": groups})
         add_missing_buffers(optimizer)
 
-    def _restore_schedule(self, name: str, schedule: Any, saved: dict[str, Any], previous: dict[str, Any]) -> None:
+    def _restore_schedule(
+        self, name: str, schedule: Any, saved: dict[str, Any], previous: dict[str, Any]
+    ) -> None:
         """Restore a schedule. If this start has changed its options, it begins anew and repeats the steps.
 
         ReduceLROnPlateau goes on with the options of this start.
@@ -213,13 +244,19 @@ class SavedParts:
             for _ in range(steps):
                 schedule.step()
 
-    def _merged(self, name: str, saved: dict[str, Any], initial: dict[str, Any], previous: dict[str, Any]) -> dict[str, Any]:
+    def _merged(
+        self, name: str, saved: dict[str, Any], initial: dict[str, Any], previous: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the `saved` options, and in place of those that this start has changed, its own.
 
         An option has changed if `initial`, of this start, and `previous`, of the one before, differ in it.
         Note these options in `changed`, as those of the part `name`.
         """
-        differing = {option for option in initial.keys() & previous.keys() if not _is_same(initial[option], previous[option])}
+        differing = {
+            option
+            for option in initial.keys() & previous.keys()
+            if not _is_same(initial[option], previous[option])
+        }
         for option in sorted(differing - NOT_LISTED):
             if not option.startswith("_"):
                 self.changed[f"{option} of {name}"] = f"{previous[option]} -> {initial[option]}"
@@ -230,9 +267,15 @@ def require_savable(parts: Mapping[str, Any]) -> None:
     """Raise ValueError for a reserved name, TypeError for one without state_dict or load_state_dict."""
     for name, part in parts.items():
         if name in RESERVED_NAMES:
-            raise ValueError(f"nothing that is saved can have the name {name}, which a checkpoint itself uses: give it another")
+            raise ValueError(
+                f"nothing that is saved can have the name {name}, which a checkpoint itself uses: give "
+                "it another"
+            )
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise TypeError(f"{name} is a {type(part).__name__}, without state_dict and load_state_dict: it cannot be saved")
+            raise TypeError(
+                f"{name} is a {type(part).__name__}, without state_dict and load_state_dict: it cannot "
+                "be saved"
+            )
 
 
 def is_schedule(part: object) -> bool:
@@ -251,7 +294,8 @@ def add_missing_buffers(optimizer: Optimizer) -> None:
 
 
 def fingerprint(value: object) -> Any:
-    """Return `value` with (address, version) for each tensor; it differs later if a tensor was replaced or written to."""
+    """Return `value` with (address, version) for each tensor;
+    it differs later if a tensor was replaced or written to."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr(), value._version
     if isinstance(value, dict):
@@ -259,7 +303,9 @@ def fingerprint(value: object) -> Any:
     return [fingerprint(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _require_same_groups(name: str, groups: list[dict[str, Any]], optimizer: Optimizer, previous_count: int, path: str) -> None:
+def _require_same_groups(
+    name: str, groups: list[dict[str, Any]], optimizer: Optimizer, previous_count: int, path: str
+) -> None:
     """Raise UserError unless the first `groups` of a checkpoint are as large as this start's.
 
     `previous_count`: how many groups the start that wrote it had created. Others were added later.
@@ -270,8 +316,8 @@ def _require_same_groups(name: str, groups: list[dict[str, Any]], optimizer: Opt
     sizes = [len(group["params"]) for group in current_groups]
     if saved_sizes != sizes:
         raise UserError(
-            f"{path} has a {name} with groups of {saved_sizes} weights, and this start has made one with {sizes}: "
-            "give it the groups of before, or another --output_dir"
+            f"{path} has a {name} with groups of {saved_sizes} weights, and this start has made one with "
+            f"{sizes}: give it the groups of before, or another --output_dir"
         )
 
 
@@ -280,7 +326,8 @@ def _state(part: Stateful) -> Any:
 
 
 def _plain(value: object) -> Any:
-    """Return a copy in plain dicts and lists, without the functions in dicts, which each start creates anew."""
+    """Return a copy in plain dicts and lists, without the functions in dicts,
+    which each start creates anew."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if not callable(item)}
     return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -1,6 +1,7 @@
 """Read a file of weights: of an epoch (common/weights/files.py), of a checkpoint, or of another program.
 
-It is verified by a digest wherever there is one: its own, that in a name of torchvision's, or a checkpoint's manifest.
+It is verified by a digest wherever there is one: its own, that in a name of torchvision's, or a checkpoint's
+manifest.
 """
 
 import contextlib
@@ -19,19 +20,30 @@ from common.errors import UserError, one_line
 from common.files import MIB, contents, open_regular
 from common.models import classifiers
 from common.ranks import collectives
-from common.weights.files import DIGEST, METADATA_FIELDS, TORCHVISION_DIGEST, beside, evaluated_weights, plain_name
+from common.weights.files import (
+    DIGEST,
+    METADATA_FIELDS,
+    TORCHVISION_DIGEST,
+    beside,
+    evaluated_weights,
+    plain_name,
+)
 
 # torchvision's files of DenseNet have an old name: "norm.1.weight" for "norm1.weight".
 OLD_KEY = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 
 
 def load_weights(network: torch.nn.Module, path: str, new_head: bool = True) -> list[str]:
-    """Load a file of weights. If `new_head`, the last layer may be of other classes or missing; return the names left out."""
+    """Load a file of weights.
+
+    If `new_head`, the last layer may be of other classes or missing; return the names left out.
+    """
     return fit(network, read_weights(path), path, new_head)
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """Read the weights of a plain file or a checkpoint; if its SHA-256 is known, verify it, else log that it is unverified."""
+    """Read the weights of a plain file or a checkpoint; if its SHA-256 is known, verify it,
+    else log that it is unverified."""
     from common.weights import tensors
 
     content, is_verified = _read_and_verify(path)
@@ -45,12 +57,13 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
             raise ValueError("it holds more than tensors")
     except tensors.LegacyFormat:
         raise UserError(
-            f"{path} is in the form before torch 1.6, in which no damage is noticed: save it again with torch.save, or make "
-            f"{path}{DIGEST} with sha256sum"
+            f"{path} is in the form before torch 1.6, in which no damage is noticed: save it again with "
+            f"torch.save, or make {path}{DIGEST} with sha256sum"
         ) from None
     except Exception as error:  # a file of another kind can raise anything
         raise UserError(
-            f"{path} holds no weights: {one_line(str(error)[:200])}; give a .pth, .pt or .safetensors file of this network"
+            f"{path} holds no weights: {one_line(str(error)[:200])}; give a .pth, .pt or .safetensors "
+            "file of this network"
         ) from None
     return state
 
@@ -67,22 +80,29 @@ def _read_and_verify(path: str) -> tuple[Any, bool]:
             if match and hashlib.sha256(content).hexdigest().startswith(match[1]):
                 return content, True
             if match and not match[1].isdigit():  # digits alone may be a date
-                raise UserError(f"{path} is damaged, or not the file of that name: its SHA-256 does not begin with {match[1]}")
+                raise UserError(
+                    f"{path} is damaged, or not the file of that name: its SHA-256 does not begin with "
+                    f"{match[1]}"
+                )
             if collectives.rank_and_size()[0] == 0:
                 progress.say(f"{path} is unverified: there is no {path}{DIGEST}")
             return content, False
         expected = contents(path + DIGEST)
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read: {one_line(error.strerror)}; give a .pth, .pt or .safetensors file of this network"
+            f"{path} cannot be read: {one_line(error.strerror)}; give a .pth, .pt or .safetensors file "
+            "of this network"
         ) from None
     if expected.split()[:1] != [hashlib.sha256(content).hexdigest().encode()]:
-        raise UserError(f"{path} is damaged: its bytes are not those that {path}{DIGEST} names; take another copy of both")
+        raise UserError(
+            f"{path} is damaged: its bytes are not those that {path}{DIGEST} names; take another copy of both"
+        )
     return content, True
 
 
 def _read_bytes(path: str) -> bytes:
-    """Return the bytes of a file of weights; of any other file, which may have gigabytes, only the first 100."""
+    """Return the bytes of a file of weights; of any other file, which may have gigabytes,
+    only the first 100."""
     from common.weights.tensors import has_known_header
 
     with open_regular(path) as file:
@@ -91,12 +111,13 @@ def _read_bytes(path: str) -> bytes:
 
 
 def local_weights(path: str, inputs: str, say: Callable) -> str:
-    """Return `path`, or the local path of weights in a bucket: one process per node fetches them, their .sha256 and .json."""
+    """Return `path`, or the local path of weights in a bucket: one process per node fetches them,
+    their .sha256 and .json."""
     if not is_bucket(path):
         if not os.path.exists(path):
             raise UserError(
-                f"--weights {path} does not exist: give a .pth, .pt or .safetensors file of this network, or a name as "
-                "ResNet50_Weights.DEFAULT"
+                f"--weights {path} does not exist: give a .pth, .pt or .safetensors file of this network, or "
+                "a name as ResNet50_Weights.DEFAULT"
             )
         return path
     from common.storage import bucket, download, index, once
@@ -106,8 +127,15 @@ def local_weights(path: str, inputs: str, say: Callable) -> str:
 
     def fetch(lease: once.Lease) -> None:
         remote = bucket.Bucket(url, say)
-        items = {remote.relative(item.key): item for item in remote.items(remote.key_prefix() + name.removesuffix(".pth"))}
-        needed = {file_name: items[file_name] for file_name in (name, name + DIGEST, beside(name)) if file_name in items}
+        items = {
+            remote.relative(item.key): item
+            for item in remote.items(remote.key_prefix() + name.removesuffix(".pth"))
+        }
+        needed = {
+            file_name: items[file_name]
+            for file_name in (name, name + DIGEST, beside(name))
+            if file_name in items
+        }
         if name not in needed:
             raise UserError(f"--weights {path}: there is no {name} in {url}")
         os.makedirs(folder, exist_ok=True)
@@ -120,10 +148,15 @@ def local_weights(path: str, inputs: str, say: Callable) -> str:
 def about_weights(path: str) -> dict[str, Any]:
     """Return the fields of METADATA_FIELDS in the JSON file beside a file of weights;
     {} if that file is missing or unreadable."""
-    with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError), open_regular(beside(path)) as file:
+    with (
+        contextlib.suppress(OSError, ValueError, RecursionError, AttributeError),
+        open_regular(beside(path)) as file,
+    ):
         fields = json.loads(file.read(MIB))
         return {
-            name: value for name, value in fields.items() if type(value) is METADATA_FIELDS.get(name) and _is_valid(name, value)
+            name: value
+            for name, value in fields.items()
+            if type(value) is METADATA_FIELDS.get(name) and _is_valid(name, value)
         }
     return {}
 
@@ -140,8 +173,9 @@ def _is_valid(name: str, value: Any) -> bool:
 def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> list[str]:
     """Load `state`, which was read from `path`; return the names of those that are not loaded.
 
-    With `new_head`, weights of the last layers may have other shapes, as for other classes, or all of them be missing, as where
-    a network learnt without classes. Other mismatches raise UserError, but for num_batches_tracked.
+    With `new_head`, weights of the last layers may have other shapes, as for other classes, or all of them be
+    missing, as where a network learnt without classes. Other mismatches raise UserError, but for
+    num_batches_tracked.
     """
     network_state = network.state_dict()
     state = {plain_name(name, network_state): tensor for name, tensor in state.items()}
@@ -149,11 +183,17 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
         from common.models import of_timm
 
         state = {of_timm.name_in_torchvision(name): tensor for name, tensor in state.items()}
-    other_shapes = [name for name in network_state if name in state and network_state[name].shape != state[name].shape]
-    unmatched = sorted(name for name in network_state.keys() ^ state.keys() if not name.endswith("num_batches_tracked"))
+    other_shapes = [
+        name for name in network_state if name in state and network_state[name].shape != state[name].shape
+    ]
+    unmatched = sorted(
+        name for name in network_state.keys() ^ state.keys() if not name.endswith("num_batches_tracked")
+    )
     prefixes = tuple(f"{name}." for name in classifiers.last_layers(network))
     last_names = sorted(
-        name for name in network_state if name.startswith(prefixes) and not name.endswith("num_batches_tracked")
+        name
+        for name in network_state
+        if name.startswith(prefixes) and not name.endswith("num_batches_tracked")
     )
     if new_head and state and not other_shapes and unmatched == last_names:
         network.load_state_dict(state, strict=False)
@@ -166,11 +206,17 @@ def fit(network: torch.nn.Module, state: dict, path: str, new_head: bool) -> lis
             f"{path} is for {len(state[last_name])} classes, and here are {len(network_state[last_name])}: "
             "give --data_url with the classes that it was trained on, or --num_classes"
         )
-    if unmatched or (other_shapes and not (new_head and has_other_classes)) or not {*other_shapes} <= {*last_names}:
+    if (
+        unmatched
+        or (other_shapes and not (new_head and has_other_classes))
+        or not {*other_shapes} <= {*last_names}
+    ):
         examples = one_line(", ".join(name[:80] for name in (unmatched + other_shapes)[:3]))
         raise UserError(
-            f"{path} is of another network than this {type(network).__name__}: {examples} and so on do not fit; "
-            "give the options of its run, such as --arch, --width or --image_size"
+            f"{path} is of another network than this {type(network).__name__}: {examples} and so on do not "
+            "fit; give the options of its run, such as --arch, --width or --image_size"
         )
-    network.load_state_dict({name: tensor for name, tensor in state.items() if name not in other_shapes}, strict=False)
+    network.load_state_dict(
+        {name: tensor for name, tensor in state.items() if name not in other_shapes}, strict=False
+    )
     return other_shapes

@@ -1,7 +1,7 @@
 """Publish a run's output folder to a bucket, in the background while the training goes on.
 
-The manifest of a checkpoint is sent after its file, so a reader of the bucket never sees half a checkpoint. Files that the run
-no longer keeps are also removed from the bucket.
+The manifest of a checkpoint is sent after its file, so a reader of the bucket never sees half a checkpoint.
+Files that the run no longer keeps are also removed from the bucket.
 """
 
 import contextlib
@@ -22,10 +22,12 @@ from common.storage.upload import Files, Uploads, changed_files, require_readabl
 INTERVAL_SECONDS = 30  # between two looks at the folder
 STOP_SECONDS = 20  # to wait for a store after a stop signal, when the platform is about to kill the job
 POLL_SECONDS = 0.5  # after which a stop signal is noticed at the end
-FAILURE_SECONDS = 5  # for all of the publishing after a rank has failed, as the other ranks wait to hear of it
+# for all of the publishing after a rank has failed, as the other ranks wait to hear of it
+FAILURE_SECONDS = 5
 EVALUATION_FILE = re.compile(r"report\.(?:json|txt)|examples/.*")
 
-Surplus = Callable[[list[str]], list[str]]  # returns those of the given names in the folder that are no longer kept
+# returns those of the given names in the folder that are no longer kept
+Surplus = Callable[[list[str]], list[str]]
 
 
 class Failures:
@@ -46,7 +48,8 @@ class Failures:
         """Record the error of a failed attempt; return whether its reason differs from the last one's."""
         previous = self._reason
         now = time.monotonic()
-        self._reason = re.sub(r"^.* answered ", "", one_line(error))  # without the request, which names another file each time
+        # without the request, which names another file each time
+        self._reason = re.sub(r"^.* answered ", "", one_line(error))
         self._refused_since = (self._refused_since or now) if isinstance(error, UserError) else 0.0
         self.refusal = self._reason if self._refused_since and now - self._refused_since > limit() else ""
         return self._reason != previous
@@ -75,7 +78,8 @@ class Publisher:
         self.failures = Failures()
 
     def start(self) -> None:
-        """Fail if the bucket cannot be written to; clean up after earlier starts; then publish in the background."""
+        """Fail if the bucket cannot be written to; clean up after earlier starts;
+        then publish in the background."""
         self._uploads.put(".writable", b"")
         self._uploads.delete(".writable")
         self._uploads.abort_unfinished(run_folder.is_run_file)
@@ -85,7 +89,10 @@ class Publisher:
         self._thread.start()
 
     def publish_soon(self, surplus: Surplus) -> None:
-        """Publish soon, as a checkpoint was written or found. `surplus(names)`: those that are no longer kept."""
+        """Publish soon, as a checkpoint was written or found.
+
+        `surplus(names)`: those that are no longer kept.
+        """
         self._surplus = surplus
         self._wake.set()
 
@@ -95,11 +102,15 @@ class Publisher:
         `in_a_hurry`: wait for a silent store only for `timeout`, or else for STOP_SECONDS, as after a stop
         signal that comes meanwhile. May be called again.
         """
-        self._patience.set_limit(min(limit(), timeout or STOP_SECONDS) if in_a_hurry else limit(), blocks_training=True)
+        self._patience.set_limit(
+            min(limit(), timeout or STOP_SECONDS) if in_a_hurry else limit(), blocks_training=True
+        )
         self._finishing.set()
         self._wake.set()
         errors: list[Exception] = []
-        thread = threading.Thread(target=self._final_sync, args=(self._thread, errors), name="final sync", daemon=True)
+        thread = threading.Thread(
+            target=self._final_sync, args=(self._thread, errors), name="final sync", daemon=True
+        )
         thread.start()
         if timeout:
             thread.join(timeout)
@@ -139,7 +150,10 @@ class Publisher:
                 return
             except Exception as error:  # the training goes on, and the next look at the folder tries again
                 if self.failures.add(error):
-                    self._say(f"warning: results cannot be published now, the next attempt follows: {one_line(error)}")
+                    self._say(
+                        "warning: results cannot be published now, the next attempt follows: "
+                        f"{one_line(error)}"
+                    )
                 with contextlib.suppress(Exception):  # an AWS profile is just being written, for instance
                     self._uploads.bucket.renew()
                     self._starts.bucket.renew()
@@ -159,14 +173,16 @@ class Publisher:
         return self._is_superseded
 
     def _restore_shared_files(self) -> None:
-        """Put back each file that all starts write under one name, from the latest start that has a copy; ignore UserErrors."""
+        """Put back each file that all starts write under one name, from the latest start that has a copy;
+        ignore UserErrors."""
         for name, copy_name in self._starts.copies(self._patience).items():
             with contextlib.suppress(UserError):  # the latest start has just replaced or deleted the copy
                 self._uploads.copy(copy_name, name)
 
     def _upload_changes(self, is_background: bool) -> None:
         """Upload the files that have changed, then delete from the bucket those that are no longer kept."""
-        surplus = self._surplus  # read first: what it keeps is in the folder now, so uploaded before others are deleted
+        # read first: what it keeps is in the folder now, so uploaded before others are deleted
+        surplus = self._surplus
         unread: list[OSError] = []
         files = changed_files(self._folder, self._published, unread)
         manifests = {name: _content(self._path(name)) for name in files if _ending(name) == "json"}
@@ -192,13 +208,15 @@ class Publisher:
         require_readable(self._folder, unread)
 
     def _send_temporary_manifest(self, name: str) -> None:
-        """If `name` is a checkpoint's file, first send its manifest under a temporary name: the bucket may have an older file.
+        """If `name` is a checkpoint's file, first send its manifest under a temporary name:
+        the bucket may have an older file.
 
         A reader of the new file uses the temporary one until the manifest itself is replaced.
         """
         if _ending(name) == "pt":
             manifest = re.sub(r"pt$", "json", name)
-            paths = (*unfinished_files(self._path(manifest)), self._path(manifest))  # an unfinished one is newer
+            # an unfinished one is newer
+            paths = (*unfinished_files(self._path(manifest)), self._path(manifest))
             content = next(filter(None, map(_content, paths)), None)
             if content:
                 self._uploads.put(self._starts.bucket_name(manifest + TEMPORARY), content)
@@ -234,17 +252,22 @@ class Publisher:
     def _prune(self, surplus: Surplus) -> None:
         for name in self._starts.surplus(self._uploads.names(), surplus):
             local_name = self._starts.local_name(name)
-            if local_name and os.path.exists(self._path(local_name)):  # written again meanwhile, or not yet removed here
+            # written again meanwhile, or not yet removed here
+            if local_name and os.path.exists(self._path(local_name)):
                 continue
-            for object_name in filter(None, (name, self._starts.copy_of(name), *self._starts.pop_outdated(name))):
+            for object_name in filter(
+                None, (name, self._starts.copy_of(name), *self._starts.pop_outdated(name))
+            ):
                 self._uploads.delete(object_name)
             self._published.pop(local_name or "", None)
 
 
 def _upload_order(name: str) -> tuple:
-    """Return a sort key for uploads: files of an epoch, checkpoints from the newest, each before its manifest, then the rest.
+    """Return a sort key for uploads: files of an epoch, checkpoints from the newest,
+    each before its manifest, then the rest.
 
-    A stop may leave little time, and a start that goes on from a checkpoint does not make the files of its epoch again.
+    A stop may leave little time, and a start that goes on from a checkpoint does not make the files of its
+    epoch again.
     """
     if names.epoch_of(name) is not None or EVALUATION_FILE.fullmatch(name):
         return -1, 0, name

@@ -1,4 +1,5 @@
-"""Restore a run from its folder: which checkpoint to load, and which options may differ from those of the run."""
+"""Restore a run from its folder: which checkpoint to load,
+and which options may differ from those of the run."""
 
 import argparse
 import hashlib
@@ -18,7 +19,9 @@ from common.ranks.barrier import from_rank_0
 CLASSES = "list of classes"  # in an identity
 
 
-def identity(args: argparse.Namespace, num_samples: int, parts: SavedParts, classes: Sequence[str]) -> dict[str, Any]:
+def identity(
+    args: argparse.Namespace, num_samples: int, parts: SavedParts, classes: Sequence[str]
+) -> dict[str, Any]:
     """Return what two starts must have in common to belong to one run, as values that an error can quote."""
     network = parts.network
     optimizer = parts.by_name.get("optimizer")
@@ -47,8 +50,10 @@ def describe_classes(names: Sequence[str]) -> str:
 
 
 def create_momentum_buffers(optimizer: object) -> None:
-    """Create the momentum buffers of SGD as zeros. Torch's fused SGD needs one for all weights or none, but in the first step,
-    some may have no gradient; and if a scaler skips that step, the buffers would be uninitialised memory."""
+    """Create the momentum buffers of SGD as zeros.
+
+    Torch's fused SGD needs one for all weights or none, but in the first step, some may have no gradient; and
+    if a scaler skips that step, the buffers would be uninitialised memory."""
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
             if not group["momentum"]:
@@ -57,8 +62,12 @@ def create_momentum_buffers(optimizer: object) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def find_checkpoint(args: argparse.Namespace, places: list, own_identity: dict, say: Callable) -> Optional[Checkpoint]:
-    """Return the checkpoint to go on from, or None to begin anew. UserError if another run or the options forbid it.
+def find_checkpoint(
+    args: argparse.Namespace, places: list, own_identity: dict, say: Callable
+) -> Optional[Checkpoint]:
+    """Return the checkpoint to go on from, or None to begin anew.
+
+    UserError if another run or the options forbid it.
 
     `places`: the run's RunFolder, and its RunBucket if it has one. `own_identity`: its identity().
     """
@@ -67,9 +76,11 @@ def find_checkpoint(args: argparse.Namespace, places: list, own_identity: dict, 
     starts_anew = args.resume == "never" and not world.restart_count
     have_checkpoints = [place.fetch_newest(check_only=starts_anew) for place in places]
     has_run = any(have_checkpoints)
-    if has_run and world.restart_count:  # a restart of the same command: the first start has obeyed --resume and --overwrite
+    # a restart of the same command: the first start has obeyed --resume and --overwrite
+    if has_run and world.restart_count:
         chosen = checkpoint.newest(folder, say)
-        # With --resume never, a checkpoint of another job means that the first start ended before it wrote one.
+        # With --resume never, a checkpoint of another job means that the first start ended before it wrote
+        # one.
         if chosen and (args.resume != "never" or chosen[1].get("job", "") == world.job_id):
             refuse_another_run(chosen[1], own_identity, f"checkpoint {chosen[2]}")
             return chosen
@@ -85,13 +96,14 @@ def find_checkpoint(args: argparse.Namespace, places: list, own_identity: dict, 
     else:
         chosen = _from_path(args, say)
         newest = checkpoint.newest(folder, say) if has_run and not _is_inside(chosen[2], folder) else None
-        if newest and newest[1]["run"] == chosen[1]["run"]:  # an earlier start of this command has gone on from there
+        # an earlier start of this command has gone on from there
+        if newest and newest[1]["run"] == chosen[1]["run"]:
             say(f"{args.output_dir} already went on from --resume {args.resume}")
             chosen = newest
         elif newest:
             raise UserError(
-                f"{args.output_dir} holds another run than --resume {args.resume}: give another --output_dir, "
-                "or first delete that run with --resume never --overwrite true"
+                f"{args.output_dir} holds another run than --resume {args.resume}: give another "
+                "--output_dir, or first delete that run with --resume never --overwrite true"
             )
     if chosen:
         refuse_another_run(chosen[1], own_identity, f"checkpoint {chosen[2]}")
@@ -99,7 +111,8 @@ def find_checkpoint(args: argparse.Namespace, places: list, own_identity: dict, 
 
 
 def to_evaluate(args: argparse.Namespace, say: Callable) -> Optional[Checkpoint]:
-    """Return the checkpoint of --resume PATH, else the newest in the output folder or its bucket; None if there is none."""
+    """Return the checkpoint of --resume PATH, else the newest in the output folder or its bucket;
+    None if there is none."""
     if args.resume not in ("auto", "never"):
         return _read_resume_path(args, say)
     if args.output_url:
@@ -123,7 +136,8 @@ def previous_arguments(args: argparse.Namespace, say: Callable) -> dict:
 
 
 def _from_path(args: argparse.Namespace, say: Callable[[str], None]) -> Checkpoint:
-    """Return the checkpoint of --resume PATH; UserError if this run's folder has it and later ones, without --overwrite."""
+    """Return the checkpoint of --resume PATH; UserError if this run's folder has it and later ones,
+    without --overwrite."""
     state, about, path = _read_resume_path(args, say)
     newer = [number for number in checkpoint.numbers(args.checkpoint_dir) if number > about["samples_seen"]]
     if newer and not args.overwrite and _is_inside(path, args.checkpoint_dir):
@@ -154,8 +168,8 @@ def _read_resume_path(args: argparse.Namespace, say: Callable[[str], None]) -> C
         raise UserError(f"--resume {path} does not exist: give auto, never, or the path of a checkpoint")
     if not path.endswith(".pt") and not os.path.exists(f"{path}.json"):
         raise UserError(
-            f"--resume {path} is no checkpoint: give a .pt file that has its .json next to it; with weights alone, as a .pth "
-            "file has them, a run of train_imagenet.py begins by --weights"
+            f"--resume {path} is no checkpoint: give a .pt file that has its .json next to it; with weights "
+            "alone, as a .pth file has them, a run of train_imagenet.py begins by --weights"
         )
     return (*checkpoint.read(path), path)
 
@@ -190,6 +204,6 @@ def refuse_other_classes(saved_classes: Sequence[str], classes: Sequence[str], p
         saved = describe_classes(saved_classes)
         current = describe_classes(classes)
         raise UserError(
-            f"{path} was trained on other classes: {saved} there, and {current} here: give --data_url with the classes of "
-            "before or, if the names alone differ, correct them in its .json"
+            f"{path} was trained on other classes: {saved} there, and {current} here: give --data_url with "
+            "the classes of before or, if the names alone differ, correct them in its .json"
         )

@@ -1,4 +1,5 @@
-"""The bucket that gets what a run leaves in its output folder, and has it when the next start finds another disk."""
+"""The bucket that gets what a run leaves in its output folder,
+and has it when the next start finds another disk."""
 
 import argparse
 import contextlib
@@ -34,7 +35,8 @@ class RunBucket:
 
     def address(self, samples: int) -> str:
         """Return the URL that this start's checkpoint after so many samples has."""
-        return f"{self._args.output_url.rstrip('/')}/checkpoints/{names.of_checkpoint(samples, 'pt', self._starts.number)}"
+        name = names.of_checkpoint(samples, "pt", self._starts.number)
+        return f"{self._args.output_url.rstrip('/')}/checkpoints/{name}"
 
     def manifests(self) -> set[tuple[int, int, str]]:
         """Return {(samples seen, start, "")} of the manifests."""
@@ -54,7 +56,11 @@ class RunBucket:
         """
         args = self._args
         remote = self._bucket
-        items = {remote.relative(item.key): item for folder in FOLDERS for item in remote.items(remote.key_prefix() + folder)}
+        items = {
+            remote.relative(item.key): item
+            for folder in FOLDERS
+            for item in remote.items(remote.key_prefix() + folder)
+        }
         in_bucket = starts.checkpoints(items)
         on_disk = checkpoint.numbers(args.checkpoint_dir)
         if not in_bucket or check_only:
@@ -69,10 +75,15 @@ class RunBucket:
                 self._say(f"warning: {error}; trying the one before it")
                 checkpoint.delete(args.checkpoint_dir, samples)
             else:
-                self._say(f"fetched checkpoint {names.of_checkpoint(samples, 'pt', start)} from {args.output_url}")
+                self._say(
+                    f"fetched checkpoint {names.of_checkpoint(samples, 'pt', start)} from {args.output_url}"
+                )
                 return True
         if in_bucket and not on_disk:
-            raise UserError(f"all {len(in_bucket)} checkpoints in {args.output_url} are damaged; {checkpoint.DEFAULT_REMEDY}")
+            raise UserError(
+                f"all {len(in_bucket)} checkpoints in {args.output_url} are damaged; "
+                f"{checkpoint.DEFAULT_REMEDY}"
+            )
         return True
 
     def fetch_growing_files(self) -> None:
@@ -83,15 +94,23 @@ class RunBucket:
         remote = self._bucket
         folder = self._args.output_dir
         items = {remote.relative(item.key): item for item in remote.items(remote.key_prefix())}
-        copies = starts.copies(items)  # preferred, as a frozen earlier start may have overwritten the files themselves late
+        # preferred, as a frozen earlier start may have overwritten the files themselves late
+        copies = starts.copies(items)
         file_names = [name for name in items if GROWING_FILE.fullmatch(name) or REPORT_FILE.fullmatch(name)]
         newest_items = {name: items[copies.get(name, name)] for name in file_names}
-        missing = {name: item for name, item in newest_items.items() if _needs_fetch(os.path.join(folder, name), item, name)}
+        missing = {
+            name: item
+            for name, item in newest_items.items()
+            if _needs_fetch(os.path.join(folder, name), item, name)
+        }
         if missing:
             download.fetch_items(remote, missing, folder)
 
     def delete_run(self) -> None:
-        """Delete the files of a run, manifests first. The objects that number its starts, and other files, stay."""
+        """Delete the files of a run, manifests first.
+
+        The objects that number its starts, and other files, stay.
+        """
         remote = self._bucket
         file_names = [remote.relative(item.key) for item in remote.items(remote.key_prefix())]
         run_files = [name for name in file_names if run_folder.is_run_file(name.removesuffix(TEMPORARY))]
@@ -116,8 +135,9 @@ class RunBucket:
         if not reason:
             return None
         return (
-            f"{self._args.output_url} refuses the results: {reason}. Mend that and start again: the run "
-            f"goes on from the newest checkpoint there, or on this machine from that in {self._args.checkpoint_dir}"
+            f"{self._args.output_url} refuses the results: {reason}. Mend that and start again: the run goes "
+            "on from the newest checkpoint there, or on this machine from that in "
+            f"{self._args.checkpoint_dir}"
         )
 
     def failure(self, _error: BaseException) -> None:
@@ -144,14 +164,20 @@ def _needs_fetch(path: str, item: bucket.Item, name: str) -> bool:
     return bool(GROWING_FILE.fullmatch(name)) and os.path.getsize(path) < item.size
 
 
-def _fetch_checkpoint(remote: bucket.Bucket, items: dict[str, bucket.Item], start: int, samples: int, folder: str) -> None:
-    """Fetch the checkpoint after `samples` samples that start number `start` wrote, with its manifest, under names without the
-    number of the start; Damaged if a file is missing or damaged. (The names in the bucket have none either if it is 0.)"""
+def _fetch_checkpoint(
+    remote: bucket.Bucket, items: dict[str, bucket.Item], start: int, samples: int, folder: str
+) -> None:
+    """Fetch the checkpoint after `samples` samples that start number `start` wrote, with its manifest, under
+    names without the number of the start; Damaged if a file is missing or damaged. (The names in the bucket
+    have none either if it is 0.)"""
     remote_names = _files_of(names.of_checkpoint(samples, "pt", start))
     local_names = _files_of(names.of_checkpoint(samples, "pt"))
     if names.FOLDER + remote_names[0] not in items:
-        raise download.Damaged(f"checkpoint {remote_names[0]} is missing in {remote.url(remote.key_prefix())}")
-    for remote_name, local_name in zip(remote_names, local_names):  # the manifest last, as when it was written
+        raise download.Damaged(
+            f"checkpoint {remote_names[0]} is missing in {remote.url(remote.key_prefix())}"
+        )
+    # the manifest last, as when it was written
+    for remote_name, local_name in zip(remote_names, local_names):
         if names.FOLDER + remote_name in items:
             download.fetch_items(remote, {local_name: items[names.FOLDER + remote_name]}, folder)
     try:
@@ -161,7 +187,8 @@ def _fetch_checkpoint(remote: bucket.Bucket, items: dict[str, bucket.Item], star
 
 
 def _files_of(name: str) -> list[str]:
-    """Return the names of a checkpoint's files: tensors, a manifest that a killed start did not rename, and the manifest."""
+    """Return the names of a checkpoint's files: tensors, a manifest that a killed start did not rename,
+    and the manifest."""
     base = re.sub(r"pt$", "", name)
     return [name, base + names.UNFINISHED, base + "json"]
 
@@ -198,7 +225,9 @@ def fetch_resume_path(path: str, inputs: str, say: Callable) -> str:
     items = {remote.relative(item.key): item for item in remote.items(remote.key_prefix())}
     for required in (file_names[0], file_names[-1]):
         if required not in items:
-            raise UserError(f"--resume {path}: there is no {required} in {url}; give a .pt that has its .json there")
+            raise UserError(
+                f"--resume {path}: there is no {required} in {url}; give a .pt that has its .json there"
+            )
     os.makedirs(folder, exist_ok=True)
     download.fetch_items(remote, {name: items[name] for name in file_names if name in items}, folder)
     return os.path.join(folder, name)

@@ -28,7 +28,9 @@ def is_run_file(name: str) -> bool:
     """Return whether a run writes files of this name below its output folder; False for temporary names."""
     parsed = names.parse(name, names.FOLDER)
     return bool(
-        (parsed and parsed.ending != names.UNFINISHED) or names.epoch_of(name) is not None or _OTHER_RUN_FILE.fullmatch(name)
+        (parsed and parsed.ending != names.UNFINISHED)
+        or names.epoch_of(name) is not None
+        or _OTHER_RUN_FILE.fullmatch(name)
     )
 
 
@@ -53,7 +55,9 @@ class RunFolder:
         entries = set()
         for number in checkpoint.numbers(folder):
             with contextlib.suppress(OSError):  # another start has just removed it
-                entries.add((number, 0, files.sha256(re.sub(r"pt$", "json", checkpoint.path_of(folder, number)))))
+                entries.add(
+                    (number, 0, files.sha256(re.sub(r"pt$", "json", checkpoint.path_of(folder, number))))
+                )
         return entries
 
     def fetch_newest(self, check_only: bool = False) -> bool:
@@ -76,7 +80,11 @@ class RunFolder:
     def delete_run(self) -> None:
         """Delete the files of the run in all of its folders. Other files stay."""
         args = self._args
-        folders = {"": args.output_dir, names.FOLDER: args.checkpoint_dir, "tensorboard/": args.tensorboard_dir}
+        folders = {
+            "": args.output_dir,
+            names.FOLDER: args.checkpoint_dir,
+            "tensorboard/": args.tensorboard_dir,
+        }
         folders.update({f"{name}/": os.path.join(args.output_dir, name) for name in ("examples", "ledger")})
         for prefix, folder in folders.items():
             for name in sorted_names(folder):
@@ -103,14 +111,16 @@ def make_folders(args: argparse.Namespace) -> None:
 
 
 def require_room(args: argparse.Namespace, size: int) -> None:
-    """Raise UserError if the disk lacks room for 3 or 4 checkpoints (by --keep) of `size` bytes, each with its weights file."""
+    """Raise UserError if the disk lacks room for 3 or 4 checkpoints (by --keep) of `size` bytes,
+    each with its weights file."""
     with os.scandir(args.checkpoint_dir) as entries:
         # The space of earlier checkpoints counts as free, as later ones replace them.
         used = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
     count = min(args.keep, 2) + 2  # the last ones, the best, and the next
     if shutil.disk_usage(args.checkpoint_dir).free + used < count * size:
         raise UserError(
-            f"{args.checkpoint_dir} has no room for {count} checkpoints: {describe_room(args.checkpoint_dir, count * size)}"
+            f"{args.checkpoint_dir} has no room for {count} checkpoints: "
+            f"{describe_room(args.checkpoint_dir, count * size)}"
         )
 
 
@@ -118,8 +128,8 @@ def describe_room(folder: str, size: int) -> str:
     """Return words for an error: how much space is needed, how much is free, and what to do."""
     free = shutil.disk_usage(folder).free
     return (
-        f"{size / files.MIB:.1f} MiB are needed and {free / files.MIB:.1f} MiB are free: delete what is not needed there, "
-        "lower --keep, or give another --output_dir"
+        f"{size / files.MIB:.1f} MiB are needed and {free / files.MIB:.1f} MiB are free: delete what is not "
+        "needed there, lower --keep, or give another --output_dir"
     )
 
 
@@ -131,7 +141,8 @@ _locked: set[tuple[int, int]] = set()  # (device, inode) of held lock files: a s
 
 
 def lock(folder: str) -> None:
-    """Lock the folder until this process ends, if the disk has locks; UserError if another job holds it for LOCK_SECONDS."""
+    """Lock the folder until this process ends, if the disk has locks;
+    UserError if another job holds it for LOCK_SECONDS."""
     try:
         file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -152,9 +163,13 @@ def lock(folder: str) -> None:
         except BlockingIOError:
             waited = time.monotonic() - began
             if waited > LOCK_SECONDS:
-                raise UserError(f"{folder} is in use by another job that is still running: give another --output_dir") from None
+                raise UserError(
+                    f"{folder} is in use by another job that is still running: give another --output_dir"
+                ) from None
             if waited > QUIET_SECONDS and not has_reported:
-                progress.say(f"{folder} is in use by another job or start: waiting up to {LOCK_SECONDS} s for its end")
+                progress.say(
+                    f"{folder} is in use by another job or start: waiting up to {LOCK_SECONDS} s for its end"
+                )
                 has_reported = True
             time.sleep(0.1)
         except OSError:
@@ -162,7 +177,8 @@ def lock(folder: str) -> None:
 
 
 def _close_in_child(descriptors: list[int]) -> None:
-    """Close the lock file in a forked process, such as a loader worker, which would keep the lock if it outlived its parent."""
+    """Close the lock file in a forked process, such as a loader worker,
+    which would keep the lock if it outlived its parent."""
     _locked.clear()
     while descriptors:
         os.close(descriptors.pop())
@@ -174,7 +190,8 @@ def sorted_names(folder: str) -> list[str]:
 
 
 def describe_files(args: argparse.Namespace) -> str:
-    """Return text for the log: which result files there are, in which folder or bucket, and where TensorBoard's files are."""
+    """Return text for the log: which result files there are, in which folder or bucket,
+    and where TensorBoard's files are."""
     folder = args.output_dir
     url = args.output_url
     result_files = ("report.html", "metrics.jsonl", "curves.png", "report.txt")

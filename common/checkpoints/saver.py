@@ -1,6 +1,7 @@
 """Find, save and publish the checkpoints of a run, on the rank that writes.
 
-They are written in the background: the training waits for the copy of the state and for the save before, not for the bucket.
+They are written in the background: the training waits for the copy of the state and for the save before, not
+for the bucket.
 """
 
 import argparse
@@ -22,7 +23,11 @@ from common.weights.files import OPTIONS, evaluated_weights, write_weights
 
 class Saving:
     def __init__(
-        self, args: argparse.Namespace, classes: Sequence[str], say: Callable[[str], None], data_set: Optional[object] = None
+        self,
+        args: argparse.Namespace,
+        classes: Sequence[str],
+        say: Callable[[str], None],
+        data_set: Optional[object] = None,
     ):
         """`classes`: the names of the outputs; if there are none, those of `data_set`, what is trained on."""
         self._args = args
@@ -51,14 +56,18 @@ class Saving:
         return [self._folder, *self._buckets]
 
     def find(self) -> Optional[restore.Checkpoint]:
-        """Return the checkpoint to go on from, or None, and take the folders over. On the rank that writes."""
+        """Return the checkpoint to go on from, or None, and take the folders over.
+
+        On the rank that writes.
+        """
         self._open_bucket()
         self._folder.open()
         manifests_before = self._manifests()
         chosen = restore.find_checkpoint(self._args, self._places, self.identity, self._say)
         starts_anew = not chosen and self._args.resume == "never"
         self._claim(starts_anew)  # now that nothing has been refused
-        bucket_numbers = {number for number, start, _ in manifests_before if start}  # find_checkpoint() may have fetched them
+        # find_checkpoint() may have fetched them
+        bucket_numbers = {number for number, start, _ in manifests_before if start}
         new_manifests = {
             (number, start, digest)
             for number, start, digest in self._manifests() - manifests_before
@@ -74,7 +83,8 @@ class Saving:
             if not starts_anew:
                 bucket.fetch_growing_files()
             bucket.begin()
-            if chosen:  # a killed start may have left a file without its manifest, and this one may save nothing
+            # a killed start may have left a file without its manifest, and this one may save nothing
+            if chosen:
                 bucket.publish_soon(self._surplus(chosen[1]))
         return chosen
 
@@ -101,7 +111,8 @@ class Saving:
             self._folder.delete_after(chosen[1]["samples_seen"])
 
     def take_over(self) -> None:
-        """Take over the folders and the publishing from the rank that wrote them, which was lost (common/elastic)."""
+        """Take over the folders and the publishing from the rank that wrote them,
+        which was lost (common/elastic)."""
         self._open_bucket()
         try:
             self._folder.open()
@@ -119,7 +130,11 @@ class Saving:
         """Return words for an error: where the newest checkpoint is, or that there is none."""
         if numbers := checkpoint.numbers(self._args.checkpoint_dir):
             return f"last checkpoint {self._places[-1].address(numbers[-1])}"
-        return "no checkpoint yet" if self._args.checkpoints else "no checkpoint, as --checkpoints false wants it"
+        return (
+            "no checkpoint yet"
+            if self._args.checkpoints
+            else "no checkpoint, as --checkpoints false wants it"
+        )
 
     # --- Writing ---
 
@@ -137,10 +152,13 @@ class Saving:
         """
         self.wait()  # so that there is one copy at a time
         self.saved_at = Position.of(about)
-        self._pending = self._executor.submit(self._write, checkpoint.Snapshot(state()), about, weights_of_epoch, check)
+        self._pending = self._executor.submit(
+            self._write, checkpoint.Snapshot(state()), about, weights_of_epoch, check
+        )
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written; raise an error if that has failed and forgive_pending() was not called."""
+        """Wait until the last checkpoint is written; raise an error if that has failed and forgive_pending()
+        was not called."""
         pending = self._pending
         is_forgiven = self._is_forgiven
         self._pending = None
@@ -155,7 +173,9 @@ class Saving:
                 return
             if isinstance(error, TrainingFailed):
                 raise
-            raise TrainingFailed(f"a checkpoint could not be written: {one_line(error)}; {self.last_good()}") from None
+            raise TrainingFailed(
+                f"a checkpoint could not be written: {one_line(error)}; {self.last_good()}"
+            ) from None
 
     @property
     def is_writing(self) -> bool:
@@ -179,7 +199,9 @@ class Saving:
         if check:
             check()
         if not checkpoint.is_finite(state["model"]):
-            raise TrainingFailed(f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}")
+            raise TrainingFailed(
+                f"a weight is not a finite number after step {about['total_steps']}; {self.last_good()}"
+            )
         try:
             if weights_of_epoch:  # first, so that a checkpoint of a finished epoch never lacks its weights
                 path = os.path.join(output_dir, names.weights(weights_of_epoch))
@@ -188,12 +210,17 @@ class Saving:
             self._damaged.discard(about["samples_seen"])
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                error.strerror = f"{error.strerror}, {run_folder.describe_room(folder, checkpoint.size_of(state))}"
+                error.strerror = (
+                    f"{error.strerror}, {run_folder.describe_room(folder, checkpoint.size_of(state))}"
+                )
             raise
         try:
             checkpoint.prune(folder, output_dir, self._args.keep, about, self._damaged)
         except OSError as error:
-            self._say(f"warning: what is no longer kept could not be removed: {one_line(error)}; the next save tries it again")
+            self._say(
+                f"warning: what is no longer kept could not be removed: {one_line(error)}; the next "
+                "save tries it again"
+            )
         for bucket in self._buckets:
             bucket.publish_soon(self._surplus(about))
 
@@ -206,7 +233,8 @@ class Saving:
             raise files.TakenOver(self._args.output_url or self._args.output_dir)
 
     def require_published(self) -> None:
-        """If the bucket has refused the results for longer than --patience, wait for the last save, and raise UserError."""
+        """If the bucket has refused the results for longer than --patience, wait for the last save,
+        and raise UserError."""
         for bucket in self._buckets:
             reason = bucket.refusal()
             if reason:
@@ -245,6 +273,10 @@ def data_digests(data_set: Optional[object]) -> dict[str, str]:
     if not callable(digest):
         return {}
     digests: Any = digest()
-    if not isinstance(digests, dict) or not all(isinstance(text, str) for pair in digests.items() for text in pair):
-        raise TypeError(f"{type(data_set).__name__}.digest() gave {digests!r:.80}: it has to give a dict of texts by name")
+    if not isinstance(digests, dict) or not all(
+        isinstance(text, str) for pair in digests.items() for text in pair
+    ):
+        raise TypeError(
+            f"{type(data_set).__name__}.digest() gave {digests!r:.80}: it has to give a dict of texts by name"
+        )
     return digests

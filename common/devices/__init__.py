@@ -1,4 +1,7 @@
-"""The device on which this process computes. Only this package makes the calls of torch that differ between kinds of device."""
+"""The device on which this process computes.
+
+Only this package makes the calls of torch that differ between kinds of device.
+"""
 
 from common.devices.choice import choose, describe, identity, idle_devices_warning, require_enough_devices
 from common.devices.kinds import (

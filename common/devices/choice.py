@@ -34,7 +34,8 @@ class WorldLike(Protocol):
 
 
 def choose(args: argparse.Namespace) -> torch.device:
-    """Set up and return this rank's accelerator; the CPU if --enable_gpu is false, or unset and none is there or promised."""
+    """Set up and return this rank's accelerator; the CPU if --enable_gpu is false,
+    or unset and none is there or promised."""
     world = args.world
     mig_names = mig_slices()
     name = kinds.accelerator()
@@ -55,12 +56,16 @@ def choose(args: argparse.Namespace) -> torch.device:
             request = "--enable_gpu true"
         else:
             request = f"the platform reports {errors.count(world.gpus_promised, noun)} ({world.platform})"
-        raise UserError(f"{request}, but torch sees no {noun}: {diagnosis(requested_kind)}; or give {alternative}")
+        raise UserError(
+            f"{request}, but torch sees no {noun}: {diagnosis(requested_kind)}; or give {alternative}"
+        )
     if args.enable_gpu is False:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that no other code in this process uses one
     if args.enable_gpu is False or not usable:
         return torch.device("cpu")
-    device = torch.device(name, _device_index(world, mig_names)) if KINDS[name].has_streams else torch.device(name)
+    device = (
+        torch.device(name, _device_index(world, mig_names)) if KINDS[name].has_streams else torch.device(name)
+    )
     for feature in (*args.needs, *args.input.needs):
         kinds.require_feature(device, feature)
     if args.compile:
@@ -93,7 +98,10 @@ def _initialize_gpu(gpu: torch.device) -> None:
 
 
 def _limit_threads(world: WorldLike) -> None:
-    """Limit the threads of a node's only process to its cores. A supervisor sets them for several processes."""
+    """Limit the threads of a node's only process to its cores.
+
+    A supervisor sets them for several processes.
+    """
     # Of a container that is limited to the time of a few cores, torch sees all cores of the machine.
     num_cores = cores.count()
     is_alone = world.level == "node" or world.local_world_size == 1
@@ -106,12 +114,15 @@ def _device_index(world: WorldLike, mig_names: Sequence[str]) -> int:
     index = 0 if world.local_rank < len(mig_names) or world.owns_only_gpu(num_devices) else world.local_rank
     if index >= num_devices:
         reason = f"this process sees {num_devices}; start fewer processes"
-        raise UserError(f"local rank {world.local_rank} has no {kinds.noun()}: {reason}, or give {CPU_INSTEAD}")
+        raise UserError(
+            f"local rank {world.local_rank} has no {kinds.noun()}: {reason}, or give {CPU_INSTEAD}"
+        )
     return index
 
 
 def _choose_algorithms(kind: kinds.Kind, deterministic: bool) -> None:
-    """If `deterministic`, let torch take only algorithms that give the same bits each time; else let cuDNN seek the fastest."""
+    """If `deterministic`, let torch take only algorithms that give the same bits each time;
+    else let cuDNN seek the fastest."""
     torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
         os.environ.update(kind.deterministic)  # the libraries read them at their first use
@@ -121,28 +132,34 @@ def _choose_algorithms(kind: kinds.Kind, deterministic: bool) -> None:
 
 
 def idle_devices_warning(args: argparse.Namespace) -> Optional[str]:
-    """Return a warning if torch sees some accelerators, but fewer than the platform says that the node has, and not because
-    the launcher gave this process only its own; else None."""
+    """Return a warning if torch sees some accelerators, but fewer than the platform says that the node has,
+    and not because the launcher gave this process only its own; else None."""
     world = args.world
     num_devices = count() if args.enable_gpu is not False else 0
     if not 0 < num_devices < world.gpus_promised or world.owns_only_gpu(num_devices):
         return None
     promised = f"{world.gpus_promised} {kinds.noun()}s"
-    return f"torch sees {num_devices} of the {promised} that {world.platform} says this node has: the others are idle"
+    return (
+        f"torch sees {num_devices} of the {promised} that {world.platform} says this node has: the others "
+        "are idle"
+    )
 
 
 def require_enough_devices(args: argparse.Namespace) -> None:
-    """Raise UserError in a node's parent if the node has accelerators, but fewer than workers, unless --enable_gpu is false."""
+    """Raise UserError in a node's parent if the node has accelerators, but fewer than workers,
+    unless --enable_gpu is false."""
     num_devices = count()
     if args.enable_gpu is not False and 0 < num_devices < args.world.local_world_size:
         raise UserError(
-            f"{args.world.local_world_size} processes on a node with {errors.count(num_devices, kinds.noun())}: "
-            f"give --nproc_per_node {num_devices}, or {CPU_INSTEAD}"
+            f"{args.world.local_world_size} processes on a node with "
+            f"{errors.count(num_devices, kinds.noun())}: give --nproc_per_node {num_devices}, or "
+            f"{CPU_INSTEAD}"
         )
 
 
 def identity(device: torch.device) -> str:
-    """Return a name for the device, to notice ranks that share it; empty for a CPU, which ranks may share, or if none is known.
+    """Return a name for the device, to notice ranks that share it; empty for a CPU, which ranks may share,
+    or if none is known.
 
     Before torch 2.4 a GPU has only its number, which says nothing where each rank sees one GPU alone.
     """
@@ -150,7 +167,9 @@ def identity(device: torch.device) -> str:
         return ""
     if kinds.is_nvidia(device):
         number = str(device) if count() > 1 else ""
-        return next(iter(mig_slices()), "") or str(getattr(torch.cuda.get_device_properties(device), "uuid", number))
+        return next(iter(mig_slices()), "") or str(
+            getattr(torch.cuda.get_device_properties(device), "uuid", number)
+        )
     return f"{device} of {os.environ.get('ASCEND_RT_VISIBLE_DEVICES', 'all')}"
 
 

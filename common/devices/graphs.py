@@ -23,10 +23,11 @@ Step = Callable[..., torch.Tensor]
 def one_graph(device: torch.device, step: Step) -> Step:
     """Return `step`; on an NVIDIA GPU a graph of it, which is recorded after a few steps and then replayed.
 
-    `step` takes tensors on the device, trains on them from the forward pass to the optimizers' steps, and returns the loss. It
-    neither waits for the device nor looks at values: a replay repeats what the device did, not what Python did. Optimizers are
-    fused SGD, or have capturable=True. Their rates may be changed between the steps, and their hooks are called, which may
-    count steps, but not change gradients. Inputs of other sizes than those of the recording are trained on without it.
+    `step` takes tensors on the device, trains on them from the forward pass to the optimizers' steps, and
+    returns the loss. It neither waits for the device nor looks at values: a replay repeats what the device
+    did, not what Python did. Optimizers are fused SGD, or have capturable=True. Their rates may be changed
+    between the steps, and their hooks are called, which may count steps, but not change gradients. Inputs of
+    other sizes than those of the recording are trained on without it.
     """
     has_fused_optimizers = kinds.TORCH >= (2, 3)
     return GraphedStep(device, step) if kinds.is_nvidia(device) and has_fused_optimizers else step
@@ -45,7 +46,8 @@ class GraphedStep:
         self._inputs: Sequence[torch.Tensor] = ()  # what a replay reads
         self._loss = torch.zeros((), device=device)  # what it writes
         self._optimizers: list[Optimizer] = []
-        self._rates: list[tuple[dict, torch.Tensor]] = []  # parameter groups, and what a replay reads as their rates
+        # parameter groups, and what a replay reads as their rates
+        self._rates: list[tuple[dict, torch.Tensor]] = []
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         if self._warm_up_steps < WARM_UP:
@@ -58,7 +60,8 @@ class GraphedStep:
         return self._replay(inputs)
 
     def _warm_up(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Train on the stream of the recording, where autograd may then add up gradients, and see which optimizers step."""
+        """Train on the stream of the recording, where autograd may then add up gradients,
+        and see which optimizers step."""
         training_stream = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(training_stream)
         handle = register_optimizer_step_post_hook(self._add_optimizer)
@@ -75,7 +78,10 @@ class GraphedStep:
             self._optimizers.append(optimizer)
 
     def _record(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Record a step, without training. It reads the rates from the device; in the groups they stay numbers of the host."""
+        """Record a step, without training.
+
+        It reads the rates from the device; in the groups they stay numbers of the host.
+        """
         static_inputs = [tensor.clone() for tensor in inputs]
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         learning_rates = [group["lr"] for group in groups]
@@ -83,7 +89,10 @@ class GraphedStep:
         try:
             for group, rate in self._rates:
                 group["lr"] = rate
-            with self._without_hooks(), torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                self._without_hooks(),
+                torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 self._loss = self._step(*static_inputs)
         finally:
             for group, learning_rate in zip(groups, learning_rates):
@@ -93,7 +102,8 @@ class GraphedStep:
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """Call no hooks of optimizers inside `with`: what they do on the device would be recorded, and done twice."""
+        """Call no hooks of optimizers inside `with`: what they do on the device would be recorded,
+        and done twice."""
         hooks: list[dict] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
         for optimizer in self._optimizers:
             hooks += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]

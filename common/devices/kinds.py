@@ -1,7 +1,8 @@
 """A table of the kinds of device, and the number of accelerators that this process sees.
 
-The table holds most differences between the kinds, so that other packages need not compare names of devices. The entry for NPUs
-follows the vendor's pages and was tested on a stand-in only. Those for XPUs and MPS follow torch's pages and are untested.
+The table holds most differences between the kinds, so that other packages need not compare names of devices.
+The entry for NPUs follows the vendor's pages and was tested on a stand-in only. Those for XPUs and MPS follow
+torch's pages and are untested.
 """
 
 import dataclasses
@@ -37,7 +38,8 @@ class Kind:
 
     noun: str  # what users call such a device
     backend: Optional[str]  # of torch.distributed; None: it has none
-    layout: torch.memory_format = torch.channels_last  # memory layout in which its convolutions are fastest, or work at all
+    # memory layout in which its convolutions are fastest, or work at all
+    layout: torch.memory_format = torch.channels_last
     has_streams: bool = False  # whether it has streams, with events that measure time
     has_fused_optimizers: bool = True  # whether torch has optimizers that update all weights in one kernel
     has_sync_batch_norm: bool = False  # whether torch has the kernels of SyncBatchNorm for it
@@ -49,7 +51,8 @@ class Kind:
     reduced_precision_switch: Optional[str] = (
         None  # path below torch of the switch that lets convolutions be less exact than float32
     )
-    unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {what it cannot do: what to do instead}
+    # {what it cannot do: what to do instead}
+    unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 KINDS = {
@@ -70,10 +73,19 @@ KINDS = {
         has_fused_optimizers=False,
         reduced_precision_switch="npu.conv.allow_hf32",
         deterministic={"HCCL_DETERMINISTIC": "true"},
-        unsupported={DATA_PARALLEL: DDP_INSTEAD, DALI: TORCH_INSTEAD, COMPILE: "leave it out", CHANNELS_LAST: NCHW_INSTEAD},
+        unsupported={
+            DATA_PARALLEL: DDP_INSTEAD,
+            DALI: TORCH_INSTEAD,
+            COMPILE: "leave it out",
+            CHANNELS_LAST: NCHW_INSTEAD,
+        },
     ),
     "xpu": Kind(
-        "XPU", "xccl", has_streams=True, profiler_activity="XPU", unsupported={DATA_PARALLEL: DDP_INSTEAD, DALI: TORCH_INSTEAD}
+        "XPU",
+        "xccl",
+        has_streams=True,
+        profiler_activity="XPU",
+        unsupported={DATA_PARALLEL: DDP_INSTEAD, DALI: TORCH_INSTEAD},
     ),
     "mps": Kind(
         "GPU",
@@ -94,7 +106,8 @@ def kind_of(device: torch.device) -> Kind:
 
 
 def accelerator() -> str:
-    """Return the kind of accelerator, a key of KINDS, that torch is built for, present or not; "cuda" if it cannot tell."""
+    """Return the kind of accelerator, a key of KINDS, that torch is built for, present or not;
+    "cuda" if it cannot tell."""
     if TORCH < (2, 6):  # before torch.accelerator
         return "npu" if hasattr(torch, "npu") else "cuda"
     current = torch.accelerator.current_accelerator()
@@ -117,7 +130,10 @@ def module() -> Any:
 
 
 def mig_slices() -> list[str]:
-    """Return the slices (MIG) of GPUs that CUDA_VISIBLE_DEVICES names. CUDA shows a process only the first."""
+    """Return the slices (MIG) of GPUs that CUDA_VISIBLE_DEVICES names.
+
+    CUDA shows a process only the first.
+    """
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return [name for name in names if name.startswith("MIG-")]
 
@@ -141,7 +157,8 @@ def is_nvidia(device: torch.device) -> bool:
 
 
 def toolkit_major() -> int:
-    """Return the version of CUDA by which NVIDIA names packages beside this torch: 13, or 12, also for a torch without CUDA."""
+    """Return the version of CUDA by which NVIDIA names packages beside this torch: 13, or 12,
+    also for a torch without CUDA."""
     return 13 if (torch.version.cuda or "").startswith("13.") else 12
 
 
@@ -156,7 +173,8 @@ def has_streams(device: torch.device) -> bool:
 
 
 def backend() -> str:
-    """Return torch.distributed's backend for this machine's accelerators; gloo if there are none, or they have no backend."""
+    """Return torch.distributed's backend for this machine's accelerators; gloo if there are none,
+    or they have no backend."""
     return KINDS[accelerator()].backend or "gloo" if available() else "gloo"
 
 

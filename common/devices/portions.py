@@ -19,10 +19,11 @@ def halved_until_it_fits(
     buffers: Sequence[torch.Tensor],
     say: Callable[[str], None],
 ) -> tuple[torch.Tensor, int]:
-    """Return (compute(size), size) with the first of `size`, a half of it, a quarter and so on for which there is memory.
+    """Return (compute(size), size) with the first of `size`, a half of it,
+    a quarter and so on for which there is memory.
 
-    After each try without success `buffers`, such as the running statistics of batch norms, and the random generators get
-    back what they had.
+    After each try without success `buffers`, such as the running statistics of batch norms, and the random
+    generators get back what they had.
     """
     saved_buffers = [buffer.clone() for buffer in buffers]
     random_state = torch.get_rng_state()
@@ -42,5 +43,6 @@ def halved_until_it_fits(
             module().set_rng_state(device_random_state, device)
         empty_cache(device)  # which the traceback of the error held
         say(
-            f"warning: {reason}: this start goes on in portions of {size} and the same total batch, as with --batch_size {size}"
+            f"warning: {reason}: this start goes on in portions of {size} and the same total batch, as "
+            f"with --batch_size {size}"
         )

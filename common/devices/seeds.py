@@ -1,5 +1,6 @@
-"""Seed the generators, so that none has to be saved: for a step by (seed, samples seen, rank or share), between the steps by
-(seed, epoch, place in the epoch), and for a batch that is loaded by (seed, epoch, first sample of the batch)."""
+"""Seed the generators, so that none has to be saved: for a step by (seed, samples seen, rank or share),
+between the steps by (seed, epoch, place in the epoch), and for a batch that is loaded by (seed, epoch, first
+sample of the batch)."""
 
 import contextlib
 import random
@@ -18,7 +19,10 @@ BATCH = -4  # in a loader
 
 
 def seed_step(seed: int, samples_seen: int, part: int) -> None:
-    """Seed every generator for a step of rank or share `part`. For HEAD, EVALUATION and TAIL, samples_seen is the epoch."""
+    """Seed every generator for a step of rank or share `part`.
+
+    For HEAD, EVALUATION and TAIL, samples_seen is the epoch.
+    """
     work.seed_current_device(_seed(seed, samples_seen, part))
 
 
@@ -30,14 +34,17 @@ def states() -> tuple:
 def are_different(previous: tuple, current: tuple) -> bool:
     """Whether a random number was drawn between two calls of states()."""
     are_equal = (
-        previous[0] == current[0] and all(map(np.array_equal, previous[1], current[1])) and torch.equal(previous[2], current[2])
+        previous[0] == current[0]
+        and all(map(np.array_equal, previous[1], current[1]))
+        and torch.equal(previous[2], current[2])
     )
     return not are_equal
 
 
 @contextlib.contextmanager
 def seeded_batch(seed: int, epoch: int, sample: int) -> Iterator[None]:
-    """Seed the CPU's generators for a batch that is loaded inside `with`, and restore their states afterwards."""
+    """Seed the CPU's generators for a batch that is loaded inside `with`,
+    and restore their states afterwards."""
     saved_states = states()
     _seed(seed, (epoch << 32) + sample, BATCH)
     try:

@@ -1,4 +1,5 @@
-"""Device operations, with the calls of each kind of device: streams and events, memory, precision, layout, kernels."""
+"""Device operations, with the calls of each kind of device: streams and events, memory, precision, layout,
+kernels."""
 
 import argparse
 import contextlib
@@ -15,27 +16,33 @@ from common.devices import kinds
 from common.errors import UserError
 from common.machine import cores
 
-# --- How it computes ------------------------------------------------------------------------------------------------------
+# --- How it computes ----------------------------------------------------------------------------------------
 
 
 def layout(device: torch.device) -> torch.memory_format:
-    """Return the memory layout of images and convolutions. Channels last is faster on GPUs and CPUs; NPUs do not know it."""
+    """Return the memory layout of images and convolutions.
+
+    Channels last is faster on GPUs and CPUs; NPUs do not know it.
+    """
     return kinds.kind_of(device).layout
 
 
 def fused(device: torch.device) -> dict[str, Any]:
-    """Return {'fused': whether torch has fused optimizers for the device}; empty before torch 2.3, on a CPU before 2.4."""
+    """Return {'fused': whether torch has fused optimizers for the device}; empty before torch 2.3,
+    on a CPU before 2.4."""
     since = (2, 3) if kinds.is_accelerator(device) else (2, 4)
     return {"fused": kinds.kind_of(device).has_fused_optimizers} if since <= kinds.TORCH else {}
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Return an autocast to this dtype; for float32, which CPUs refuse before torch 2.4, a context that does nothing."""
+    """Return an autocast to this dtype; for float32, which CPUs refuse before torch 2.4,
+    a context that does nothing."""
     return contextlib.nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
 def grad_scaler() -> Any:
-    """Return torch.amp.GradScaler; before torch 2.3, the accelerator's GradScaler, made to take a device as first argument."""
+    """Return torch.amp.GradScaler; before torch 2.3, the accelerator's GradScaler,
+    made to take a device as first argument."""
     if kinds.TORCH >= (2, 3):
         return torch.amp.GradScaler
     base: Any = kinds.module().amp.GradScaler
@@ -54,18 +61,23 @@ def compile_network(
     accumulates: bool = False,
     loss_fn: Optional[torch.nn.Module] = None,
 ) -> None:
-    """With --compile true, compile the network and the loss in place; an NVIDIA GPU replays the network's kernels as a graph.
+    """With --compile true, compile the network and the loss in place;
+    an NVIDIA GPU replays the network's kernels as a graph.
 
     `accumulates`: gradients of several batches are added up. A graph would overwrite them, so there is none.
     """
     if not args.compile:
         return
     if isinstance(model, torch.nn.DataParallel):
-        raise UserError("--compile does not go with DataParallel, which copies the network in every step: take train_ddp.py")
+        raise UserError(
+            "--compile does not go with DataParallel, which copies the network in every step: take "
+            "train_ddp.py"
+        )
     on_gpu = any(kinds.is_nvidia(parameter.device) for parameter in model.parameters())
     if missing := _missing_compiler(on_gpu):
         raise UserError(f"--compile true needs a compiler: install {missing}, or leave the option out")
-    if kinds.TORCH < (2, 9):  # there the parts into which DistributedDataParallel is cut may overwrite each other's gradients
+    # there the parts into which DistributedDataParallel is cut may overwrite each other's gradients
+    if kinds.TORCH < (2, 9):
         from torch import _dynamo
 
         _dynamo.config.optimize_ddp = False
@@ -75,7 +87,8 @@ def compile_network(
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether --compile true works on this GPU of NVIDIA's: Triton knows none before Volta, and needs a compiler."""
+    """Whether --compile true works on this GPU of NVIDIA's: Triton knows none before Volta,
+    and needs a compiler."""
     return torch.cuda.get_device_capability(device) >= (7, 0) and not _missing_compiler(on_gpu=True)
 
 
@@ -86,9 +99,13 @@ def _missing_compiler(on_gpu: bool) -> str:
 
 
 def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtype:
-    """Return --amp_dtype; unset: float16 on MPS and devices without bfloat16 (V100, T4, P100, Ascend 910A), else bfloat16."""
+    """Return --amp_dtype; unset: float16 on MPS and devices without bfloat16 (V100, T4, P100, Ascend 910A),
+    else bfloat16."""
     if args.amp_dtype == "float16" and not kinds.is_accelerator(device) and kinds.TORCH < (2, 4):
-        raise UserError(f"float16 on a CPU needs torch 2.4 or later, this is {torch.__version__}: give --amp_dtype bfloat16")
+        raise UserError(
+            f"float16 on a CPU needs torch 2.4 or later, this is {torch.__version__}: give --amp_dtype "
+            "bfloat16"
+        )
     if args.amp_dtype:
         return getattr(torch, args.amp_dtype)
     if kinds.is_nvidia(device):
@@ -100,8 +117,11 @@ def half_precision(args: argparse.Namespace, device: torch.device) -> torch.dtyp
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute convolutions inside `with` in full float32; by default torch lets a GPU or NPU use TF32 or HF32, of ten bits."""
-    path, _, name = (kinds.KINDS[kinds.accelerator()].reduced_precision_switch or "backends.cudnn.allow_tf32").rpartition(".")
+    """Compute convolutions inside `with` in full float32;
+    by default torch lets a GPU or NPU use TF32 or HF32, of ten bits."""
+    path, _, name = (
+        kinds.KINDS[kinds.accelerator()].reduced_precision_switch or "backends.cudnn.allow_tf32"
+    ).rpartition(".")
     switches = operator.attrgetter(path)(torch)
     previous = getattr(switches, name)
     setattr(switches, name, False)
@@ -112,7 +132,8 @@ def full_precision() -> Iterator[None]:
 
 
 def profiler_activities() -> list:
-    """Return what torch's profiler is to record: the CPU, and the accelerator if there is one that the profiler knows."""
+    """Return what torch's profiler is to record: the CPU,
+    and the accelerator if there is one that the profiler knows."""
     from torch.profiler import ProfilerActivity
 
     activities = [ProfilerActivity.CPU]
@@ -122,7 +143,7 @@ def profiler_activities() -> list:
     return activities
 
 
-# --- The host's part --------------------------------------------------------------------------------------------------------
+# --- The host's part ----------------------------------------------------------------------------------------
 
 
 def loader_workers(args: argparse.Namespace) -> int:
@@ -136,7 +157,8 @@ def cores_per_rank(args: argparse.Namespace) -> int:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, pin: bool = True) -> torch.Tensor:
-    """Move a tensor to the device; with `pin`, from pinned memory if the device has streams, so that the host does not wait."""
+    """Move a tensor to the device; with `pin`, from pinned memory if the device has streams,
+    so that the host does not wait."""
     if tensor.dim() == 4 and layout(device) is torch.contiguous_format:
         tensor = tensor.contiguous()
     if pin and kinds.has_streams(device) and tensor.device.type == "cpu":
@@ -144,7 +166,7 @@ def to_device(tensor: torch.Tensor, device: torch.device, pin: bool = True) -> t
     return tensor.to(device, non_blocking=True)
 
 
-# --- Queues and events ------------------------------------------------------------------------------------------------------
+# --- Queues and events --------------------------------------------------------------------------------------
 
 
 def synchronize(device: torch.device) -> None:
@@ -161,7 +183,8 @@ def current() -> torch.device:
 
 
 def use(device: torch.device) -> None:
-    """Make a numbered accelerator current in the calling thread, which would otherwise use the first; do nothing for others."""
+    """Make a numbered accelerator current in the calling thread, which would otherwise use the first;
+    do nothing for others."""
     if kinds.has_streams(device) and device.index is not None:
         kinds.module().set_device(device)
 
@@ -172,7 +195,8 @@ def side_stream(device: torch.device) -> Any:
 
 
 def on_stream(stream: object) -> contextlib.AbstractContextManager:
-    """Return a context in which the device's work goes to this stream; for None, a context that does nothing."""
+    """Return a context in which the device's work goes to this stream; for None,
+    a context that does nothing."""
     return kinds.module().stream(stream) if stream else contextlib.nullcontext()
 
 
@@ -212,11 +236,12 @@ class AsyncScalar:
         return self._host_scalar.item()
 
 
-# --- Numbers and memory -----------------------------------------------------------------------------------------------------
+# --- Numbers and memory -------------------------------------------------------------------------------------
 
 
 def seed_current_device(number: int) -> None:
-    """Seed the generator of the accelerator that this process uses, if any. torch.manual_seed() seeds all, and takes longer."""
+    """Seed the generator of the accelerator that this process uses, if any. torch.manual_seed() seeds all,
+    and takes longer."""
     module = kinds.module()
     if kinds.KINDS[kinds.accelerator()].has_streams:
         if module.is_initialized():
@@ -240,8 +265,11 @@ def free_memory(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that tensors have taken on the device; if torch does not count them, the peak of the process."""
-    if kinds.is_accelerator(device) and (max_allocated := getattr(kinds.module(), "max_memory_allocated", None)):
+    """Return the most bytes that tensors have taken on the device; if torch does not count them,
+    the peak of the process."""
+    if kinds.is_accelerator(device) and (
+        max_allocated := getattr(kinds.module(), "max_memory_allocated", None)
+    ):
         return max_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

@@ -25,7 +25,7 @@ NCCL_SHM = 32 * MIB  # bytes of /dev/shm that NCCL may take for each rank
 TOOLS = {"GPU": "nvidia-smi and CUDA_VISIBLE_DEVICES", "NPU": "npu-smi info and ASCEND_RT_VISIBLE_DEVICES"}
 
 
-# --- The node -----------------------------------------------------------------------------------------------------------
+# --- The node -----------------------------------------------------------------------------------------------
 
 
 def check_place(world: World) -> Finding:
@@ -38,7 +38,10 @@ def check_place(world: World) -> Finding:
 
 
 def check_gpus(enable_gpu: Optional[bool], world: World, in_use: list[tuple]) -> Finding:
-    """Check that torch sees a device for each rank, unless the CPU is to compute. `in_use`: [(number, MiB, percent busy)]."""
+    """Check that torch sees a device for each rank, unless the CPU is to compute.
+
+    `in_use`: [(number, MiB, percent busy)].
+    """
     num_devices = devices.count()
     noun = devices.noun()
     if enable_gpu is False:
@@ -54,12 +57,16 @@ def check_gpus(enable_gpu: Optional[bool], world: World, in_use: list[tuple]) ->
         return bad("gpus", result, f"look at {tool}; a {noun} may be broken or hidden: ask for another node")
     if world.local_world_size > num_devices and not world.owns_only_gpu(num_devices):
         return bad(
-            "gpus", f"{world.local_world_size} ranks on a node with {count(num_devices, noun)}", "lower --nproc_per_node"
+            "gpus",
+            f"{world.local_world_size} ranks on a node with {count(num_devices, noun)}",
+            "lower --nproc_per_node",
         )
     busy = [f"{noun} {name} has {used} MiB in use and is {percent} % busy" for name, used, percent in in_use
             if used > GPU_BUSY_MIB]  # fmt: skip
     if busy:
-        return doubtful("gpus", "; ".join(busy), f"end the other program ({tool} shows it), or ask for another node")
+        return doubtful(
+            "gpus", "; ".join(busy), f"end the other program ({tool} shows it), or ask for another node"
+        )
     result = f"torch sees {count(num_devices, noun)}"
     if in_use:
         result += ", no other program uses them"
@@ -67,10 +74,17 @@ def check_gpus(enable_gpu: Optional[bool], world: World, in_use: list[tuple]) ->
 
 
 def gpu_usage() -> list[tuple]:
-    """Return [(number, MiB in use, percent busy)] of this process's devices; empty if nvidia-smi fails. NPUs count as idle."""
+    """Return [(number, MiB in use, percent busy)] of this process's devices; empty if nvidia-smi fails.
+
+    NPUs count as idle.
+    """
     if devices.is_ascend():  # no figure says how busy an NPU is
         return [(number, used // MIB, 0) for number, used in devices.memory_in_use()]
-    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.used,utilization.gpu", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=index,uuid,memory.used,utilization.gpu",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -79,11 +93,16 @@ def gpu_usage() -> list[tuple]:
 
 
 def parse_gpu_usage(text: str, visible: Optional[str]) -> list[tuple]:
-    """Return [(number, MiB in use, percent busy)] from nvidia-smi's output. `visible`: CUDA_VISIBLE_DEVICES; None for all."""
+    """Return [(number, MiB in use, percent busy)] from nvidia-smi's output.
+
+    `visible`: CUDA_VISIBLE_DEVICES; None for all.
+    """
     gpus = []
     for line in text.splitlines():
         number, uuid, *usage = (word.strip() for word in line.split(","))
-        is_visible = visible is None or any(name == number or (name and uuid.startswith(name)) for name in visible.split(","))
+        is_visible = visible is None or any(
+            name == number or (name and uuid.startswith(name)) for name in visible.split(",")
+        )
         if is_visible and len(usage) == 2:
             gpus.append((int(number), *(int(word) if word.isdigit() else 0 for word in usage)))
     return gpus
@@ -103,18 +122,25 @@ def check_driver(enable_gpu: Optional[bool]) -> Finding:
         if mismatch := diagnosis.installed_mismatch():
             result, _, remedy = mismatch.partition("; ")
             return doubtful("driver", result, remedy)
-        return good("driver", f"{drivers.nvidia() or drivers.ascend() or 'unknown'}, and {diagnosis.describe_build()}")
+        return good(
+            "driver", f"{drivers.nvidia() or drivers.ascend() or 'unknown'}, and {diagnosis.describe_build()}"
+        )
     reason, _, remedy = diagnosis.diagnosis().partition("; ")
     result = f"there is {noun} that torch cannot use: {reason}"
     return bad("driver", result, f"{remedy}; or --enable_gpu false trains on the CPU")
 
 
 def check_secret(has_secret: bool, port: int) -> Finding:
-    """Check whether the nodes have a common secret, without which strangers can join the job (docs/security.md)."""
+    """Check whether the nodes have a common secret, without which strangers can join the job
+    (docs/security.md)."""
     if has_secret:
         return good("secret", "the nodes prove to each other that they belong to this job")
-    remedy = f"set {secret.VARIABLE} or {secret.FILE} on every node, or let only the job's nodes reach that port"
-    return doubtful("secret", f"the nodes have none in common: anybody who reaches port {port} can join", remedy)
+    remedy = (
+        f"set {secret.VARIABLE} or {secret.FILE} on every node, or let only the job's nodes reach that port"
+    )
+    return doubtful(
+        "secret", f"the nodes have none in common: anybody who reaches port {port} can join", remedy
+    )
 
 
 def check_interface(world: World, environ: Mapping[str, str]) -> Finding:
@@ -139,9 +165,17 @@ def check_interface(world: World, environ: Mapping[str, str]) -> Finding:
         address = network.route_to(world.master_addr)
     name = network.interface_of(address)
     if name == "lo" and world.level == "process":
-        result = f"the master's name, {world.master_addr}, is lo ({address}) on this node, which no other node can reach"
-        return bad("interface", result, "set MASTER_ADDR to an address that the other nodes can reach, or correct /etc/hosts")
-    is_known = name not in (None, "lo")  # otherwise the parent processes take that of the connection through which they met
+        result = (
+            f"the master's name, {world.master_addr}, is lo ({address}) on this node, which no other node "
+            "can reach"
+        )
+        return bad(
+            "interface",
+            result,
+            "set MASTER_ADDR to an address that the other nodes can reach, or correct /etc/hosts",
+        )
+    # otherwise the parent processes take that of the connection through which they met
+    is_known = name not in (None, "lo")
     return good("interface", f"{name} ({address})" if is_known else "chosen when the nodes have met")
 
 
@@ -157,7 +191,10 @@ def check_clock(ahead: float, reference: str) -> Finding:
 
 
 def nccl_shm_bytes(args: argparse.Namespace) -> int:
-    """Return the bytes of /dev/shm that NCCL may need on this node. Loaders' batches are not counted: they can use pipes."""
+    """Return the bytes of /dev/shm that NCCL may need on this node.
+
+    Loaders' batches are not counted: they can use pipes.
+    """
     ranks = args.world.local_world_size
     uses_gpus = args.enable_gpu is not False and devices.available()
     return ranks * NCCL_SHM if uses_gpus and ranks > 1 and not devices.is_ascend() else 0
@@ -170,5 +207,7 @@ def check_shm(need: int, folder: str = "/dev/shm") -> Finding:
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
     result = f"{folder} has {format_size(free)} free, NCCL may need {format_size(need)}"
     if need > free:
-        return doubtful("shm", result, "start the container with more (--shm-size, a memory volume at /dev/shm)")
+        return doubtful(
+            "shm", result, "start the container with more (--shm-size, a memory volume at /dev/shm)"
+        )
     return good("shm", result)

@@ -1,8 +1,10 @@
-"""The doctor: it examines every node and the job before the training, and shows all problems in a table, the worst first.
+"""The doctor: it examines every node and the job before the training, and shows all problems in a table,
+the worst first.
 
-    python -m launch doctor jobs/train_ddp.py -- --data_url ...      or --doctor true after the job's own arguments
+    python -m launch doctor jobs/train_ddp.py -- --data_url ...    or --doctor true after the job's arguments
 
-Each node checks itself (checks.py). The nodes then meet, and the ranks open the data and end before the first step.
+Each node checks itself (checks.py). The nodes then meet, and the ranks open the data and end before the first
+step.
 """
 
 import argparse
@@ -26,8 +28,10 @@ from common.moments import REPLACED
 from common.secrets import mask
 from common.world import World, folders, naming
 
-COLLECTIVE_SECONDS = 150  # that a collective may take while the doctor examines: a hung one is found in a short time
-FILE = "ANYRANK_DOCTOR"  # set by the doctor of a node for its ranks: the file into which rank 0 writes the ranks' findings
+# that a collective may take while the doctor examines: a hung one is found in a short time
+COLLECTIVE_SECONDS = 150
+# set by the doctor of a node for its ranks: the file into which rank 0 writes the ranks' findings
+FILE = "ANYRANK_DOCTOR"
 
 Located = tuple[Optional[int], Finding]  # (node or None for the whole job, Finding)
 
@@ -38,7 +42,10 @@ class Examination:
     def __init__(self, args: argparse.Namespace):
         """Also limit each collective of this process to COLLECTIVE_SECONDS."""
         if args.evaluate:
-            raise UserError("--doctor true and --evaluate were given, but the doctor examines a training: give one of them")
+            raise UserError(
+                "--doctor true and --evaluate were given, but the doctor examines a training: give one "
+                "of them"
+            )
         REPLACED.collective_seconds = COLLECTIVE_SECONDS
         self.findings: list[Located] = []
         self._world: Any = None  # the World, once it is known
@@ -63,7 +70,8 @@ class Examination:
     # --- The nodes, where the platform started a process on each ---
 
     def supervisor(self, of_this_node: Supervisor) -> None:
-        """Prepare the supervisor: no restarts, a wait of --doctor_seconds, and the findings that this node sends to node 0."""
+        """Prepare the supervisor: no restarts, a wait of --doctor_seconds,
+        and the findings that this node sends to node 0."""
         self._supervisor = of_this_node
         of_this_node.max_restarts = 0
         of_this_node.join_seconds = self._seconds
@@ -74,7 +82,8 @@ class Examination:
         os.environ[FILE] = os.path.join(self._folder.name, "findings")
 
     def supervised(self, supervisor: Supervisor, code: int) -> None:
-        """Add the findings of other nodes and ranks, show the table on node 0, and end; after a stop signal, end at once."""
+        """Add the findings of other nodes and ranks, show the table on node 0, and end; after a stop signal,
+        end at once."""
         if supervisor.loop.stop_signal:
             sys.exit(code)
         self._collect(supervisor)
@@ -135,7 +144,11 @@ class Examination:
             if node:
                 self.add(checks.check_clock(ahead, "node 0"), node)
         if missing:
-            self.add(meeting_failure(world, f"{naming.describe_ranks(missing)} did not come within {self._seconds:g} s"))
+            self.add(
+                meeting_failure(
+                    world, f"{naming.describe_ranks(missing)} did not come within {self._seconds:g} s"
+                )
+            )
             self.end()
         if world.rank == 0:
             self._add_meeting()
@@ -148,8 +161,8 @@ class Examination:
             self.end()
 
     def run(self, _args: argparse.Namespace, find_unsaved: Callable[[], list[tuple[str, str]]]) -> None:
-        """Add a finding for each part that Run was not given, and end before the first step: by now the data are open, the
-        network is made and the ranks have met."""
+        """Add a finding for each part that Run was not given, and end before the first step: by now the data
+        are open, the network is made and the ranks have met."""
         for name, kind in find_unsaved():
             result = f"{name} ({kind}) is not given to Run: if it is trained, a restart begins it anew"
             self.add(doubtful("script", result, f"give it to Run, or unsaved=[{name}] if that is meant"))
@@ -158,7 +171,8 @@ class Examination:
     # --- The end ---
 
     def failure(self, error: BaseException) -> None:
-        """In the process that shows the table, add the error that ends the job, show the table and end the process."""
+        """In the process that shows the table, add the error that ends the job,
+        show the table and end the process."""
         if heartbeat.has_parent() or (self._world and self._world.level == "process" and self._world.rank):
             return  # run_job reports it
         if self._supervisor and isinstance(error, UserError):
@@ -171,7 +185,10 @@ class Examination:
         self.end()
 
     def end(self) -> None:
-        """End the process. Rank 0 first writes its findings for its parent process or, without a parent, shows the table."""
+        """End the process.
+
+        Rank 0 first writes its findings for its parent process or, without a parent, shows the table.
+        """
         code = 0
         if heartbeat.has_parent():
             if self._world.rank == 0:
@@ -213,5 +230,6 @@ def _node_findings(args: argparse.Namespace, world: World) -> Iterator[Finding]:
 
 
 def decode(findings: list[list]) -> list[Located]:
-    """Return the findings that another process sent as lists: texts of at most 1000 characters, control characters escaped."""
+    """Return the findings that another process sent as lists: texts of at most 1000 characters,
+    control characters escaped."""
     return [(node, Finding(*(one_line(field)[:1000] for field in fields))) for node, fields in findings]

@@ -34,7 +34,10 @@ def check_disk(row: str, folder: str, need: int, consumers: str) -> Finding:
     disk = os.statvfs(existing_folder)
     free = disk.f_bavail * disk.f_frsize
     if need + SPARE > free:
-        result = f"{format_size(free)} free in {one_line(existing_folder)}, {consumers} need {format_size(need + SPARE)}"
+        result = (
+            f"{format_size(free)} free in {one_line(existing_folder)}, {consumers} need "
+            f"{format_size(need + SPARE)}"
+        )
         return bad(row, result, "make room there, or give a folder on a larger disk")
     if disk.f_files and disk.f_favail < MIN_FREE_FILES:
         result = f"{one_line(existing_folder)} has room for {disk.f_favail} more files"
@@ -46,7 +49,8 @@ def check_disk(row: str, folder: str, need: int, consumers: str) -> Finding:
 
 
 def check_output(folders: list[str]) -> Finding:
-    """Check that files can be written in the folders and replaced by a rename, as every checkpoint needs it."""
+    """Check that files can be written in the folders and replaced by a rename,
+    as every checkpoint needs it."""
     for folder in folders:
         new_folders = _missing_folders(folder)
         try:
@@ -62,7 +66,8 @@ def check_output(folders: list[str]) -> Finding:
 
 
 def _try_rename(folder: str) -> None:
-    """Raise OSError if a rename in `folder` does not replace a file; try again if another node has just removed the folder."""
+    """Raise OSError if a rename in `folder` does not replace a file;
+    try again if another node has just removed the folder."""
     for attempt in range(TRIES):
         try:
             os.makedirs(folder, exist_ok=True)
@@ -94,7 +99,7 @@ def _existing_parent(folder: str) -> str:
     return os.path.dirname(missing[-1]) if missing else folder
 
 
-# --- Buckets and web servers --------------------------------------------------------------------------------------------
+# --- Buckets and web servers --------------------------------------------------------------------------------
 
 
 def check_bucket(
@@ -121,7 +126,9 @@ def check_bucket(
         return
     except TrainingFailed as error:
         reason = one_line(error).rpartition("; ")[0]
-        yield bad(check, reason, "check the endpoint (AWS_ENDPOINT_URL_S3, AWS_REGION) and the network of this node")
+        yield bad(
+            check, reason, "check the endpoint (AWS_ENDPOINT_URL_S3, AWS_REGION) and the network of this node"
+        )
         return
     address = f"{one_line(url)} at {store.endpoint}"
     if not items and not needs_write:
@@ -130,7 +137,9 @@ def check_bucket(
     total = sum(items.values())
     at_least = "" if is_complete else "at least "
     action = "written and deleted" if needs_write else "read"
-    yield good(check, f"{address}: {at_least}{count(len(items), 'object')}, {format_size(total)}; one was {action}")
+    yield good(
+        check, f"{address}: {at_least}{count(len(items), 'object')}, {format_size(total)}; one was {action}"
+    )
     yield check_clock(ahead, "the store")
     if inputs:
         folder = local_folder(url, inputs)
@@ -142,20 +151,33 @@ def check_bucket(
 
 
 def _list_objects(store: bucket.Bucket, patience: Patience) -> tuple[dict[str, int], bool, float]:
-    """Return ({key: size}, whether these are all, seconds by which this node's clock is ahead of the store's)."""
+    """Return ({key: size}, whether these are all, seconds by which this node's clock is ahead of the
+    store's)."""
     sizes = {}
     marker = ""
     start = time.monotonic()
     while True:
         request_time = time.time()
-        page = store.ask("list_objects", store.key_prefix(), patience, Prefix=store.key_prefix(), Marker=marker, MaxKeys=1000)
+        page = store.ask(
+            "list_objects",
+            store.key_prefix(),
+            patience,
+            Prefix=store.key_prefix(),
+            Marker=marker,
+            MaxKeys=1000,
+        )
         date = email.utils.parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
-        ahead = min(0, time.time() - date) or max(0, request_time - date)  # the store answered at some time in between
+        # the store answered at some time in between
+        ahead = min(0, time.time() - date) or max(0, request_time - date)
         entries = page.get("Contents", [])
         sizes.update((entry["Key"], entry["Size"]) for entry in entries)
         if not entries and store.prefix and not sizes:  # the address may be that of one object
             page = store.ask("list_objects", store.prefix, patience, Prefix=store.prefix, MaxKeys=1)
-            sizes.update((entry["Key"], entry["Size"]) for entry in page.get("Contents", []) if entry["Key"] == store.prefix)
+            sizes.update(
+                (entry["Key"], entry["Size"])
+                for entry in page.get("Contents", [])
+                if entry["Key"] == store.prefix
+            )
         if not page.get("IsTruncated") or not entries or time.monotonic() - start > LISTING_SECONDS:
             return sizes, not page.get("IsTruncated"), ahead
         marker = page.get("NextMarker") or entries[-1]["Key"]
@@ -169,12 +191,21 @@ def check_web(url: str) -> Finding:
             answer.read(1)
             length = https.stated_length(url, answer)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return bad("data", f"{one_line(url)[:200]}: {one_line(error)[:200]}", f"check the address, or {https.BUCKET_ADVICE}")
+        return bad(
+            "data",
+            f"{one_line(url)[:200]}: {one_line(error)[:200]}",
+            f"check the address, or {https.BUCKET_ADVICE}",
+        )
     if not length:
-        result = f"the server of {one_line(url)[:200]} states no length, so an incomplete file would not be noticed"
+        result = (
+            f"the server of {one_line(url)[:200]} states no length, so an incomplete file would not be "
+            "noticed"
+        )
         return bad("data", result, f"give another server, or {https.BUCKET_ADVICE}")
     return good("data", f"{one_line(url)[:200]}: {format_size(length)}")
 
 
 def _size_of_files(folder: str) -> int:
-    return sum(os.path.getsize(os.path.join(root, name)) for root, _, names in os.walk(folder) for name in names)
+    return sum(
+        os.path.getsize(os.path.join(root, name)) for root, _, names in os.walk(folder) for name in names
+    )

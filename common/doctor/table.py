@@ -1,4 +1,5 @@
-"""A Finding of the doctor (how bad it is, what was found, what to do), and the table of all findings, the worst first."""
+"""A Finding of the doctor (how bad it is, what was found, what to do), and the table of all findings,
+the worst first."""
 
 import functools
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ DOUBTFUL = "doubtful"
 GOOD = "good"
 SEVERITIES = (BAD, DOUBTFUL, GOOD)
 ORDER = (
-    "place", "master", "ranks", "clock", "gpus", "driver", "interface", "secret", "shm", "disk", "output", "data", "script",
-    "job",
+    "place", "master", "ranks", "clock", "gpus", "driver", "interface", "secret", "shm", "disk", "output",
+    "data", "script", "job",
 )  # fmt: skip
 
 
@@ -33,17 +34,20 @@ bad = functools.partial(Finding, BAD)
 
 
 def finding_of_error(check: str, error: object) -> Finding:
-    """Return a bad Finding for an error; the last part of the text of a UserError or TrainingFailed is what to do."""
+    """Return a bad Finding for an error; the last part of the text of a UserError or TrainingFailed is what
+    to do."""
     if isinstance(error, SampleError):
         return bad(check, one_line(error.log_line), "see where it comes from in the log")
     if not isinstance(error, (UserError, TrainingFailed)):
-        return bad(check, f"{type(error).__name__}: {one_line(error)[:300]}", "see where it comes from in the log")
+        return bad(
+            check, f"{type(error).__name__}: {one_line(error)[:300]}", "see where it comes from in the log"
+        )
     text = one_line(error)
     result, _, remedy = text.rpartition("; ") if "; " in text else text.rpartition(": ")
     return bad(check, result or text, remedy if result else "")
 
 
-# --- Words --------------------------------------------------------------------------------------------------------------
+# --- Words --------------------------------------------------------------------------------------------------
 
 
 def format_size(number: float) -> str:
@@ -51,7 +55,7 @@ def format_size(number: float) -> str:
     return f"{number / MIB:.1f} MiB" if number < 10240 * MIB else f"{number / 1024 / MIB:.1f} GiB"
 
 
-# --- The table ----------------------------------------------------------------------------------------------------------
+# --- The table ----------------------------------------------------------------------------------------------
 
 
 def table(findings: Sequence[tuple[Optional[int], Finding]]) -> str:
@@ -60,8 +64,13 @@ def table(findings: Sequence[tuple[Optional[int], Finding]]) -> str:
     A good finding is left out if a later one replaces it. Equal findings of several nodes share a line. So do
     all good findings of a check, with the text of the first node.
     """
-    latest = {(node, finding.check): finding for node, finding in findings}  # e.g. the later of two checks of a disk
-    current = [entry for entry in findings if entry[1].severity != GOOD or latest[entry[0], entry[1].check] is entry[1]]
+    # e.g. the later of two checks of a disk
+    latest = {(node, finding.check): finding for node, finding in findings}
+    current = [
+        entry
+        for entry in findings
+        if entry[1].severity != GOOD or latest[entry[0], entry[1].check] is entry[1]
+    ]
     rows = {}
     for node, finding in sorted(current, key=_place_in_table):
         key = finding.check if finding.severity == GOOD else finding

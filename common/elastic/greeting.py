@@ -1,4 +1,5 @@
-"""How a node joins an elastic job: whom it asks, if node 0 may be lost, and how it is sent on to the node that leads."""
+"""How a node joins an elastic job: whom it asks, if node 0 may be lost,
+and how it is sent on to the node that leads."""
 
 import contextlib
 import socket
@@ -11,7 +12,8 @@ from common.errors import UserError
 GREETING_SECONDS = 1.0  # for the first message of a leader
 MOST_LEADERS = 5  # that a node is sent to, one after the other
 
-# What a node of an elastic job tells of itself, as "more": its port, if it has to lead; who leads, which node 0 is told.
+# What a node of an elastic job tells of itself, as "more": its port, if it has to lead; who leads, which node
+# 0 is told.
 HELLO = record(optional=("leads",), listens=PORT, leads=each(is_address, PORT))
 # What a leader adds to its start message for a node that joins a run under way.
 GO = record(led_by=RANK)
@@ -22,7 +24,8 @@ class Elsewhere(Exception):
 
 
 def greet(hello: dict[str, Any], complete: bool) -> None:
-    """Raise Elsewhere if a leader has told node 0, which still waits for its nodes, that the run goes on without it."""
+    """Raise Elsewhere if a leader has told node 0, which still waits for its nodes,
+    that the run goes on without it."""
     more = hello.get("more")
     if more is None:
         return  # a node whose job is not elastic, which is refused for its other options
@@ -33,7 +36,8 @@ def greet(hello: dict[str, Any], complete: bool) -> None:
 
 
 def connect_to_leader(address: str, port: int) -> Optional[socket.socket]:
-    """Return a socket to the node if it leads a run, else None: a leader sends a first message to each new connection."""
+    """Return a socket to the node if it leads a run, else None:
+    a leader sends a first message to each new connection."""
     with contextlib.suppress(OSError):
         connection = socket.create_connection((address, port), timeout=GREETING_SECONDS)
         with contextlib.suppress(OSError):
@@ -44,8 +48,8 @@ def connect_to_leader(address: str, port: int) -> Optional[socket.socket]:
 
 
 def join(
-    address: str, port: int, hello: dict[str, Any], seconds: float, say: Callable[[str], None], key: bytes = b"",
-    first_socket: Optional[socket.socket] = None,
+    address: str, port: int, hello: dict[str, Any], seconds: float, say: Callable[[str], None],
+    key: bytes = b"", first_socket: Optional[socket.socket] = None,
 ) -> tuple[channel.Connection, channel.Go, Optional[int]]:  # fmt: skip
     """Join node 0, or the leader that it names. Return (connection, start message, leader).
 
@@ -53,7 +57,9 @@ def join(
     """
     for _ in range(MOST_LEADERS):
         try:
-            connection, go = channel.join(address, port, hello, seconds, say, key, first_socket, _raise_elsewhere)
+            connection, go = channel.join(
+                address, port, hello, seconds, say, key, first_socket, _raise_elsewhere
+            )
         except Elsewhere as elsewhere:
             address, port = elsewhere.args
             first_socket = None
@@ -63,7 +69,9 @@ def join(
             connection.close()
             raise UserError(f"{address}:{port} answers but is not node 0 of this job ({channel.NOT_OURS})")
         return connection, go, more["led_by"] if more else None
-    raise UserError(f"{address}:{port} is the {MOST_LEADERS}th node to which this one is sent: start the job again")
+    raise UserError(
+        f"{address}:{port} is the {MOST_LEADERS}th node to which this one is sent: start the job again"
+    )
 
 
 def _raise_elsewhere(message: dict[str, Any]) -> None:

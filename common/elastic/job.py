@@ -1,4 +1,5 @@
-"""What makes a job elastic: a parent process of a node, members of a group and peers of a run, for REPLACED (moments.py)."""
+"""What makes a job elastic: a parent process of a node, members of a group and peers of a run,
+for REPLACED (moments.py)."""
 
 import argparse
 
@@ -28,14 +29,18 @@ def workers(args: argparse.Namespace) -> None:
         return
     if world.level == "process":
         raise UserError(
-            f"--min_nodes needs one process per node, and {world.platform} starts one per rank: start it as python JOB"
+            f"--min_nodes needs one process per node, and {world.platform} starts one per rank: start "
+            "it as python JOB"
         )
     if world.world_size == 1 and not args.max_restarts:
         raise UserError("--min_nodes is for several nodes or workers, and this is the only one")
     if min_nodes > world.num_nodes:
         raise UserError(f"--min_nodes {min_nodes}, but the job has {count(world.num_nodes, 'node')}")
     if args.max_restarts:
-        raise UserError("with --min_nodes the others go on, and --max_restarts starts all workers again: give one of the two")
+        raise UserError(
+            "with --min_nodes the others go on, and --max_restarts starts all workers again: give one "
+            "of the two"
+        )
 
 
 def parent(args: argparse.Namespace, supervisor: Supervisor) -> ElasticParent:

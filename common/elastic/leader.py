@@ -1,8 +1,10 @@
-"""The leader of an elastic job: the parent process (parent.py) that decides which ranks are members, and from when.
+"""The leader of an elastic job: the parent process (parent.py) that decides which ranks are members,
+and from when.
 
-Each change begins a numbered generation: a list of ranks, and a lighthouse of torchft at which they meet (members.py). torchft
-knows a rank only by its heartbeats. The leader decides what torchft cannot know: whether a node has ended or is only silent,
-whether more than half of the nodes are on this side of a broken network, and where the nodes meet when the leader is lost.
+Each change begins a numbered generation: a list of ranks, and a lighthouse of torchft at which they meet
+(members.py). torchft knows a rank only by its heartbeats. The leader decides what torchft cannot know:
+whether a node has ended or is only silent, whether more than half of the nodes are on this side of a broken
+network, and where the nodes meet when the leader is lost.
 """
 
 import contextlib
@@ -21,8 +23,10 @@ from common.elastic.messages import Generation, NodeReport
 from common.errors import UserError, count
 from common.world import network
 
-GATHER_SECONDS = 3.5  # for the nodes to come to a new leader: they notice the loss of the old one at different moments
-STOP_SECONDS = 1.5  # within which a platform that stops the job tells all nodes; if it takes nodes away, it tells only these
+# for the nodes to come to a new leader: they notice the loss of the old one at different moments
+GATHER_SECONDS = 3.5
+# within which a platform that stops the job tells all nodes; if it takes nodes away, it tells only these
+STOP_SECONDS = 1.5
 TRIES = 5  # to form a group of the same members again
 CHANGES = 20  # the latest that a generation lists: several generations may end before a step counts
 SEEK_SECONDS = 2.0  # between two looks for a node 0 that has come back
@@ -55,7 +59,8 @@ class LeadingNode(Protocol):
 
 
 class Leader:
-    """Leads an elastic job, in the parent process of one node: keeps what the nodes report, and begins the generations."""
+    """Leads an elastic job, in the parent process of one node: keeps what the nodes report,
+    and begins the generations."""
 
     def __init__(self, parent: LeadingNode, lost_leader: Optional[int] = None, is_silent: bool = False):
         """`lost_leader`: the node that led before, if it is lost; `is_silent`: it may still run."""
@@ -63,7 +68,8 @@ class Leader:
         self._supervisor = parent.supervisor
         self._reports: dict[int, NodeReport] = {}  # {node: its last report of its workers}
         self._greeted = set(self._connections())
-        self._lost_nodes: set[int] = set()  # nodes lost since the last generation; they may be back as new ones
+        # nodes lost since the last generation; they may be back as new ones
+        self._lost_nodes: set[int] = set()
         self._silent: set[int] = set()  # those of the lost nodes that may still run
         if lost_leader is not None:
             self._lost_nodes.add(lost_leader)
@@ -72,14 +78,16 @@ class Leader:
         self._gather_until = 0.0  # until when a new leader waits for reports; 0: it does not, or no longer
         if lost_leader is not None:
             self._gather_until = time.monotonic() + GATHER_SECONDS
-        self._stop_requests: dict[int, tuple[float, int]] = {}  # {node: (when a stop signal came for it, the signal)}
+        # {node: (when a stop signal came for it, the signal)}
+        self._stop_requests: dict[int, tuple[float, int]] = {}
         self._leaving: set[int] = set()  # the nodes in _stop_requests that were told that they may leave
         self._stuck_since = 0.0  # since when a rank has broken off its step; 0: none has
         self._short_since = 0.0  # since when fewer than --min_nodes are left; 0: there are enough
         self._node_0_sought_at = 0.0
         self._tries = 0  # how often the same members were connected again
         self._lighthouse: Any = None  # of the last generation, at which its ranks meet
-        self._old_lighthouses: list = []  # all earlier lighthouses: to delete one may wait for a host that is cut off
+        # all earlier lighthouses: to delete one may wait for a host that is cut off
+        self._old_lighthouses: list = []
 
     def _connections(self) -> dict[int, channel.Connection]:
         hub = self._supervisor.loop.hub
@@ -93,7 +101,10 @@ class Leader:
         self._stop_requests.setdefault(node, (time.monotonic(), number))
 
     def handle_loss(self, node: int, is_silent: bool, description: str) -> None:
-        """Note that a node is lost. `is_silent`: it may still run; `description`: what is known, for the log."""
+        """Note that a node is lost.
+
+        `is_silent`: it may still run; `description`: what is known, for the log.
+        """
         parent = self._parent
         report = self._reports.pop(node, None)
         self._greeted.discard(node)
@@ -103,15 +114,25 @@ class Leader:
             self._silent.add(node)
         stop = self._stop_requests.pop(node, None)
         if stop:
-            parent.causes.append(f"{self._supervisor.name_of(node)} was told to stop ({signal.Signals(stop[1]).name})")
+            parent.causes.append(
+                f"{self._supervisor.name_of(node)} was told to stop ({signal.Signals(stop[1]).name})"
+            )
         elif report and report["workers"]:  # else the end of its workers was reported already
             parent.causes.append(f"{self._supervisor.name_of(node)} {description}")
 
     def lead(self, now: float) -> None:
-        """Greet nodes that join, answer stop signals, and begin a generation (group of ranks) if one is due. Called often."""
+        """Greet nodes that join, answer stop signals, and begin a generation (group of ranks) if one is due.
+
+        Called often.
+        """
         parent = self._parent
         for node in set(self._connections()) - self._greeted:
-            go = {"attempt": 0, "address": parent.address, "port": network.free_port(), "more": {"led_by": parent.node}}
+            go = {
+                "attempt": 0,
+                "address": parent.address,
+                "port": network.free_port(),
+                "more": {"led_by": parent.node},
+            }
             self._connections()[node].tell(go=go)
             self._greeted.add(node)
         self._seek_node_0(now)
@@ -122,7 +143,8 @@ class Leader:
     # --- The next generation ---
 
     def _decide(self, now: float) -> None:
-        """Form a new group when ranks start, join, are lost or break off a step; wait or stop if too few nodes are left."""
+        """Form a new group when ranks start, join, are lost or break off a step;
+        wait or stop if too few nodes are left."""
         parent = self._parent
         last = parent.generation
         ranks = [rank for rank in last["ranks"] if not parent.nodes_of([rank]) & self._lost_nodes]
@@ -159,17 +181,23 @@ class Leader:
         if not quorum.may_continue(previous_nodes, remaining_nodes, self._silent):
             remaining_text = f"{len(remaining_nodes)} of {count(len(previous_nodes), 'node')}"
             why += f"; {remaining_text} cannot know whether the others go on"
-            self._announce(next_group.ranks, why, stop=True, writer=last["writes"])  # only that rank saves, if it is here
+            # only that rank saves, if it is here
+            self._announce(next_group.ranks, why, stop=True, writer=last["writes"])
         elif self._tries > TRIES:
-            self._announce(next_group.ranks, f"{why}, and {TRIES} tries to connect them have failed", stop=True)
+            self._announce(
+                next_group.ranks, f"{why}, and {TRIES} tries to connect them have failed", stop=True
+            )
         elif len(parent.nodes_of(next_group.ranks)) < parent.min_nodes:
             self._wait_for_more(next_group.ranks, why, now)
         else:
-            self._announce(next_group.ranks, why, writer=min(set(next_group.ranks) - next_group.new, default=None))
+            self._announce(
+                next_group.ranks, why, writer=min(set(next_group.ranks) - next_group.new, default=None)
+            )
 
     def _finish_gathering(self, now: float) -> bool:
-        """Return True once each node of the last generation has reported to this new leader or is lost: a node whose port
-        is closed has ended, and one that has not come by `_gather_until` is silent. Always True for the first leader."""
+        """Return True once each node of the last generation has reported to this new leader or is lost: a
+        node whose port is closed has ended, and one that has not come by `_gather_until` is silent. Always
+        True for the first leader."""
         if not self._gather_until:
             return True
         parent = self._parent
@@ -200,8 +228,10 @@ class Leader:
             self._announce(ranks, f"{why}; {fewer} remained for {limit}", stop=True)
 
     def _announce(self, ranks: list[int], why: str, stop: bool = False, writer: Optional[int] = None) -> None:
-        """Send the next generation (group of ranks), with these ranks, to all nodes. `stop`: the run is to end.
-        `writer`: the rank that writes the files if the one before is lost; None: the first of the ranks."""
+        """Send the next generation (group of ranks), with these ranks, to all nodes.
+
+        `stop`: the run is to end. `writer`: the rank that writes the files if the one before is lost; None:
+        the first of the ranks."""
         parent = self._parent
         last = parent.generation
         self._replace_lighthouse(None if stop else len(ranks))
@@ -214,7 +244,10 @@ class Leader:
         hub = self._supervisor.loop.hub
         nodes = [[parent.node, parent.address, _leader_port(self._supervisor.hello)]]
         if hub:
-            nodes += [[node, connection.peer, _leader_port(hub.hellos[node])] for node, connection in hub.connections.items()]
+            nodes += [
+                [node, connection.peer, _leader_port(hub.hellos[node])]
+                for node, connection in hub.connections.items()
+            ]
         number = 1 + max([last["number"], *(report["generation"] for report in self._reports.values())])
         generation: Generation = {
             "number": number, "ranks": ranks, "why": why[:8000], "stop": stop,
@@ -246,7 +279,8 @@ class Leader:
     # --- Nodes that leave, and node 0 ---
 
     def _answer_stops(self, now: float) -> None:
-        """Stop the job if too few nodes would remain without those told to stop; else let these leave after STOP_SECONDS."""
+        """Stop the job if too few nodes would remain without those told to stop;
+        else let these leave after STOP_SECONDS."""
         parent = self._parent
         if not self._stop_requests or self._supervisor.loop.stop_signal:
             return
@@ -259,13 +293,17 @@ class Leader:
                 self._leaving.add(node)
             if parent.node in self._stop_requests:
                 number = self._stop_requests[parent.node][1]
-                why = f"{self._supervisor.name_of(parent.node)} was told to stop ({signal.Signals(number).name})"
+                why = (
+                    f"{self._supervisor.name_of(parent.node)} was told to stop "
+                    f"({signal.Signals(number).name})"
+                )
                 for connection in self._connections().values():
                     connection.tell(cause=why)
                 parent.leave()
 
     def _seek_node_0(self, now: float) -> None:
-        """While node 0 is lost, try every SEEK_SECONDS to tell it which node leads: once restarted, it waits for the others."""
+        """While node 0 is lost, try every SEEK_SECONDS to tell it which node leads: once restarted,
+        it waits for the others."""
         if self._parent.node and 0 not in self._connections() and now - self._node_0_sought_at > SEEK_SECONDS:
             self._node_0_sought_at = now
             threading.Thread(target=self._redirect_node_0, daemon=True).start()

@@ -1,8 +1,9 @@
 """The worker's side of an elastic job (--min_nodes): its process group and collectives, on torchft.
 
-In each generation (leader.py) torchft lets the members meet, forms their process group, and sends the state of the most
-advanced member to those that are behind or new. A waiting worker also watches the number of the generation. Otherwise it would
-wait for minutes for a frozen machine, or for a group that a dead member never joins.
+In each generation (leader.py) torchft lets the members meet, forms their process group, and sends the state
+of the most advanced member to those that are behind or new. A waiting worker also watches the number of the
+generation. Otherwise it would wait for minutes for a frozen machine, or for a group that a dead member never
+joins.
 """
 
 import contextlib
@@ -36,13 +37,18 @@ ADDRESS = "ANYRANK_ADDRESS"  # of this node, as the others reach it: set by its 
 COMES_LATER = "ANYRANK_COMES_LATER"  # set by the parent of a node that joins a run under way
 SHORTEST_NAP = 0.0001  # seconds between two looks at a collective
 LONGEST_NAP = 0.004
-CONNECT_SECONDS = datetime.timedelta(seconds=10)  # to connect two members; the parents notice what takes longer
+# to connect two members; the parents notice what takes longer
+CONNECT_SECONDS = datetime.timedelta(seconds=10)
 STATE_SECONDS = datetime.timedelta(minutes=10)  # for handing over the state
-FOREVER = datetime.timedelta(hours=24)  # in effect, no timeout: a rank stops waiting when there is a new generation
+# in effect, no timeout: a rank stops waiting when there is a new generation
+FOREVER = datetime.timedelta(hours=24)
 
 
 class Members:
-    """The present process group of this rank. A collective raises RanksChanged if a member was lost or has joined."""
+    """The present process group of this rank.
+
+    A collective raises RanksChanged if a member was lost or has joined.
+    """
 
     def __init__(self, rank: int, size: int, device: torch.device):
         # Of the present generation, once there is one.
@@ -58,13 +64,17 @@ class Members:
         self._pulse = heartbeat.of_this_process()
         self._manager: Any = None  # torchft's
         self._group: Any = None
-        self._old_groups: list = []  # all groups and managers so far: deleting one waits for members, which may be cut off
+        # all groups and managers so far: deleting one waits for members, which may be cut off
+        self._old_groups: list = []
         moments.listen(ExitAtOnce())
 
     def form(self, progress: int, get_state: Callable[[], dict], load_state: Callable[[dict], None]) -> None:
-        """Become a member of the next generation (group of ranks); return when it works. Raise Stopped if the run is to end.
+        """Become a member of the next generation (group of ranks); return when it works.
 
-        `progress`: how far this rank is. One that is behind calls `load_state` with `get_state()` of the furthest.
+        Raise Stopped if the run is to end.
+
+        `progress`: how far this rank is. One that is behind calls `load_state` with `get_state()` of the
+        furthest.
         """
         _group_class(self._device)  # raises an error at once, if torchft has none
         while True:
@@ -80,19 +90,27 @@ class Members:
                 thread.join(SHORTEST_NAP * 10)
             if formed and not self.has_changed():
                 break
-            if faults and not self.has_changed():  # mostly because a member has just died, which the parents report
-                print(f"warning: rank {self._job_rank} could not join the others: {faults[0]}", file=sys.stderr, flush=True)
+            # mostly because a member has just died, which the parents report
+            if faults and not self.has_changed():
+                print(
+                    f"warning: rank {self._job_rank} could not join the others: {faults[0]}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if self._manager:
             threading.Thread(target=self._manager.shutdown, args=(False,), daemon=True).start()
         ((self._manager, self._group),) = formed
         self.rank = offer["ranks"].index(self._job_rank)
         self.size = len(offer["ranks"])
-        self.news = "; ".join(why for number, why in offer["changes"] if number > self._counted_number and why)
+        self.news = "; ".join(
+            why for number, why in offer["changes"] if number > self._counted_number and why
+        )
         if received:
             load_state(received[0])
 
     def _next_offer(self):
-        """Wait until the parents offer a new generation (group of ranks), and return it; raise Stopped if the run is to end."""
+        """Wait until the parents offer a new generation (group of ranks), and return it;
+        raise Stopped if the run is to end."""
         self._pulse.put("wanted", self._number + 1)
         while not self.has_changed():
             if self.told_to_stop():
@@ -106,9 +124,18 @@ class Members:
         return offer
 
     def _try(
-        self, offer: dict[str, Any], progress: int, get_state: Any, received: Any, formed: list, faults: list[str]
+        self,
+        offer: dict[str, Any],
+        progress: int,
+        get_state: Any,
+        received: Any,
+        formed: list,
+        faults: list[str],
     ) -> None:
-        """Form a group: append (manager, group) to `formed`, or an error to `faults`. Run in a thread, as it may never end."""
+        """Form a group: append (manager, group) to `formed`, or an error to `faults`.
+
+        Run in a thread, as it may never end.
+        """
         address = os.environ[ADDRESS]
         try:
             devices.use(self._device)
@@ -116,9 +143,10 @@ class Members:
             group = _group_class(self._device)(timeout=CONNECT_SECONDS)
             self._old_groups += [group, store]
             manager = _manager_class(address)(
-                pg=group, state_dict=get_state, load_state_dict=received.append, min_replica_size=1, use_async_quorum=False,
-                timeout=STATE_SECONDS, quorum_timeout=FOREVER, connect_timeout=CONNECT_SECONDS, rank=0, world_size=1,
-                store_addr=address, store_port=store.port, lighthouse_addr=offer["lighthouse"], hostname=quorum.in_url(address),
+                pg=group, state_dict=get_state, load_state_dict=received.append, min_replica_size=1,
+                use_async_quorum=False, timeout=STATE_SECONDS, quorum_timeout=FOREVER,
+                connect_timeout=CONNECT_SECONDS, rank=0, world_size=1, store_addr=address,
+                store_port=store.port, lighthouse_addr=offer["lighthouse"], hostname=quorum.in_url(address),
                 replica_id=f"{self._job_rank:08d}", checkpoint_transport=_transport(address),
             )  # fmt: skip
             self._old_groups.append(manager)
@@ -133,13 +161,17 @@ class Members:
             faults.append(one_line(error))
 
     def note_step(self) -> None:
-        """Note that all ranks of the group have finished a step. Clear `news`, the nodes lost or joined before that step."""
+        """Note that all ranks of the group have finished a step.
+
+        Clear `news`, the nodes lost or joined before that step.
+        """
         self.news = ""
         self._counted_number = self._number
 
     @contextlib.contextmanager
     def without_others(self) -> Iterator[None]:
-        """Within this context, have rank 0 and size 1, to compute alone what the other members have finished already."""
+        """Within this context, have rank 0 and size 1,
+        to compute alone what the other members have finished already."""
         saved = self.rank, self.size
         self.rank = 0
         self.size = 1
@@ -153,7 +185,8 @@ class Members:
         return self._pulse.get("stop")
 
     def has_changed(self) -> bool:
-        """Whether the parents offer a new generation (group of ranks) that this rank has not tried to join yet."""
+        """Whether the parents offer a new generation (group of ranks) that this rank has not tried to join
+        yet."""
         return self._pulse.get("offered") > self._number
 
     # --- Collectives of the present members ---
@@ -163,7 +196,9 @@ class Members:
     ) -> "Work":
         """Begin torch.distributed.all_to_all_single() among the members."""
         options = _with_timeout(distributed_c10d.AllToAllOptions())
-        return Work(self, lambda group: group.alltoall_base(received, sent, received_sizes, sent_sizes, options))
+        return Work(
+            self, lambda group: group.alltoall_base(received, sent, received_sizes, sent_sizes, options)
+        )
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> "Work":
         """Begin torch.distributed.all_gather_into_tensor() among the members."""
@@ -188,7 +223,10 @@ class Members:
 
 
 class Work:
-    """A collective under way. If it could not begin, because a member was lost, wait() raises RanksChanged."""
+    """A collective under way.
+
+    If it could not begin, because a member was lost, wait() raises RanksChanged.
+    """
 
     def __init__(self, members: Members, begin: Callable[[Any], Any]):
         self._members = members
@@ -213,9 +251,13 @@ class Work:
 
 
 def torchft() -> Any:
-    """Return torchft with few log lines, as its failures are tried again; raise UserError if it is missing or torch too old."""
+    """Return torchft with few log lines, as its failures are tried again;
+    raise UserError if it is missing or torch too old."""
     if devices.TORCH < (2, 7):  # what torchft 0.2 asks for, so that installing it would replace torch
-        raise UserError(f"--min_nodes needs torchft, and that torch 2.7 or later; this is {torch.__version__}: leave it out")
+        raise UserError(
+            f"--min_nodes needs torchft, and that torch 2.7 or later; this is {torch.__version__}: "
+            "leave it out"
+        )
     os.environ.setdefault("RUST_LOG", "error")
     try:
         import torchft.manager
@@ -232,7 +274,8 @@ def _group_class(device: torch.device) -> Any:
     name = "ProcessGroupGloo" if backend == "gloo" else f"ProcessGroup{backend.upper()}"
     if not hasattr(torchft().process_group, name):
         raise UserError(
-            f"--min_nodes needs torchft to have a process group for {backend}, which it lacks: leave the option out"
+            f"--min_nodes needs torchft to have a process group for {backend}, which it lacks: leave "
+            "the option out"
         )
     return getattr(torchft().process_group, name)
 
@@ -241,7 +284,9 @@ def _store(address: str) -> distributed.TCPStore:
     """Return a TCPStore that listens at this address only; by default it listens on all interfaces."""
     listener = socket.create_server((address, 0), family=_family(address))
     port = listener.getsockname()[1]
-    return distributed.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return distributed.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _family(address: str) -> socket.AddressFamily:
@@ -249,7 +294,8 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _manager_class(address: str) -> Any:
-    """Return torchft's Manager, made to listen at this address only: any client that reaches it can end this process."""
+    """Return torchft's Manager, made to listen at this address only:
+    any client that reaches it can end this process."""
     module = torchft().manager
     from torchft.coordination import ManagerServer
 
@@ -266,8 +312,9 @@ def _with_timeout(options: Any) -> Any:
 
 
 def _transport(address: str) -> Any:
-    """Return torchft's transport for the state, made to listen at this address only and to announce it. By default it listens
-    on all interfaces, announces the host's name, and unpickles what it receives."""
+    """Return torchft's transport for the state, made to listen at this address only and to announce it.
+
+    By default it listens on all interfaces, announces the host's name, and unpickles what it receives."""
     from torchft.checkpointing import HTTPTransport, http_transport
 
     class TransportServer(http.server.ThreadingHTTPServer):

@@ -2,7 +2,18 @@
 
 from typing import TypedDict
 
-from common.alive.wire.messages import PORT, RANK, STEPS, each, is_address, is_bool, is_true, record, several, text
+from common.alive.wire.messages import (
+    PORT,
+    RANK,
+    STEPS,
+    each,
+    is_address,
+    is_bool,
+    is_true,
+    record,
+    several,
+    text,
+)
 
 
 class NodeReport(TypedDict):
@@ -27,10 +38,12 @@ class Generation(TypedDict):
 
 
 NONE_YET: Generation = {
-    "number": 0, "ranks": [], "writes": 0, "lighthouse": "", "why": "", "stop": False, "changes": [], "nodes": [],
+    "number": 0, "ranks": [], "writes": 0, "lighthouse": "", "why": "", "stop": False, "changes": [],
+    "nodes": [],
 }  # fmt: skip
 
-# What a node says of its workers: [rank, generation that it waits for] of each that runs, and the ranks that are done.
+# What a node says of its workers: [rank, generation that it waits for] of each that runs, and the ranks that
+# are done.
 NODE_REPORT = record(workers=several(each(RANK, STEPS)), done=several(RANK), generation=STEPS)
 GENERATION = record(
     number=STEPS, ranks=several(RANK), writes=RANK, lighthouse=text(200), why=text(8000), stop=is_bool,

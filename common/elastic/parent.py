@@ -1,7 +1,10 @@
-"""The parent process of a node in an elastic job (--min_nodes). It continues when a worker, a node or the leader is lost.
+"""The parent process of a node in an elastic job (--min_nodes).
 
-Node 0 leads; if it is lost, a remaining node leads (leader.py). Every node tells the leader which of its workers live and which
-wait. The leader tells all nodes the members of the next generation; these workers form its process group (members.py).
+It continues when a worker, a node or the leader is lost.
+
+Node 0 leads; if it is lost, a remaining node leads (leader.py). Every node tells the leader which of its
+workers live and which wait. The leader tells all nodes the members of the next generation; these workers form
+its process group (members.py).
 """
 
 import contextlib
@@ -32,14 +35,16 @@ SEEK_SECONDS = 10.0  # how long a node looks for a run that goes on without node
 
 
 class ElasticParent:
-    """The policy (alive/loop.py) of the parent of a node: if a worker, a node or the leader is lost, the others go on."""
+    """The policy (alive/loop.py) of the parent of a node: if a worker, a node or the leader is lost,
+    the others go on."""
 
     def __init__(self, supervisor: Supervisor, min_nodes: int, output_dir: str):
         members.torchft()  # raises an error before anything is started, if it is not installed
         messages.FORMS.update(FORMS)
         self.supervisor = supervisor
         self.min_nodes = min_nodes
-        self._nodes_path = os.path.join(output_dir, "nodes.json")  # the addresses of all nodes, for a later start of this one
+        # the addresses of all nodes, for a later start of this one
+        self._nodes_path = os.path.join(output_dir, "nodes.json")
         self.address = "127.0.0.1"  # of this node, as the others reach it
         self._listener = hub.listen(0)  # where the other nodes connect, if this node has to lead
         supervisor.hello["more"] = {"listens": self._listener.getsockname()[1]}
@@ -48,11 +53,14 @@ class ElasticParent:
         self.generation = NONE_YET
         self.causes: list[str] = []  # what has happened since the last generation, for the log
         self._lost_workers: list[str] = []  # how this node has lost workers, for the log
-        self.ending_since: Optional[float] = None  # since when the workers save and end, because the run cannot go on
-        self._own_signal: Optional[int] = None  # the signal by which the platform takes this node away, or stops the job
+        # since when the workers save and end, because the run cannot go on
+        self.ending_since: Optional[float] = None
+        # the signal by which the platform takes this node away, or stops the job
+        self._own_signal: Optional[int] = None
         self._may_leave = False  # whether this node may end on that signal, as the others go on
         self._excluded = ""  # why the others go on without this node
-        self._last_report: Optional[NodeReport] = None  # what the leader was last told of the workers of this node
+        # what the leader was last told of the workers of this node
+        self._last_report: Optional[NodeReport] = None
 
     @property
     def _loop(self) -> Loop:
@@ -65,7 +73,8 @@ class ElasticParent:
     # --- How the nodes meet ---
 
     def run(self) -> int:
-        """Start the workers, and return the exit code of this node when they have finished, or cannot go on."""
+        """Start the workers, and return the exit code of this node when they have finished,
+        or cannot go on."""
         self.supervisor.prepare(self)
         go = self._meet()
         self.supervisor.extra_variables[members.ADDRESS] = self.address
@@ -99,7 +108,8 @@ class ElasticParent:
         """On node 0, wait until all nodes have joined; raise Elsewhere if another node leads."""
         self.supervisor.warn_if_unprotected()
         new_hub = self._new_hub(hub.listen(self.supervisor.world.master_port))
-        self._loop.hub = new_hub  # set even if a node is missing: the doctor shows the findings of those that have joined
+        # set even if a node is missing: the doctor shows the findings of those that have joined
+        self._loop.hub = new_hub
         try:
             new_hub.meet(self.supervisor.join_seconds)
         except greeting.Elsewhere as elsewhere:
@@ -114,10 +124,13 @@ class ElasticParent:
 
     def _new_hub(self, listener: socket.socket) -> hub.Hub:
         supervisor = self.supervisor
-        return hub.Hub(listener, supervisor.hello, supervisor.say, supervisor.key, stays_open=True, greet=greeting.greet)
+        return hub.Hub(
+            listener, supervisor.hello, supervisor.say, supervisor.key, stays_open=True, greet=greeting.greet
+        )
 
     def _join(self, address: str, port: int) -> tuple[channel.Connection, channel.Go, Optional[int]]:
-        """Join the run through node 0 or, if that does not lead it, through a node that an earlier process here has noted."""
+        """Join the run through node 0 or, if that does not lead it,
+        through a node that an earlier process here has noted."""
         supervisor = self.supervisor
         join_arguments = supervisor.hello, supervisor.join_seconds, supervisor.say, supervisor.key
         connection = greeting.connect_to_leader(address, port)
@@ -133,19 +146,24 @@ class ElasticParent:
                     supervisor.say(f"warning: {error}")
         if addresses:
             supervisor.say(
-                "no node of the run that this one was part of answers: it is over, or node 0 has yet to start it again"
+                "no node of the run that this one was part of answers: it is over, or node 0 has yet "
+                "to start it again"
             )
         return greeting.join(address, port, *join_arguments, connection)
 
     def _read_addresses(self):
         """Return (address, port) of each node that an earlier process has written; [] without a file."""
         try:
-            return [(str(address), int(port)) for _, address, port in json.loads(Path(self._nodes_path).read_bytes())]
+            return [
+                (str(address), int(port))
+                for _, address, port in json.loads(Path(self._nodes_path).read_bytes())
+            ]
         except (OSError, ValueError, TypeError):
             return []
 
     def _write_addresses(self):
-        """Try to write the nodes' addresses to a file, so that a node that comes back finds the run even without node 0."""
+        """Try to write the nodes' addresses to a file,
+        so that a node that comes back finds the run even without node 0."""
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self._nodes_path), exist_ok=True)
             write_atomically(self._nodes_path, json.dumps(self.generation["nodes"]).encode())
@@ -176,7 +194,8 @@ class ElasticParent:
             self._excluded = "this node was silent for so long that the others went on without it"
 
     def look_at(self, worker: Worker) -> None:
-        """End and forget a worker that is lost to this run alone; report one whose fault another would have, too."""
+        """End and forget a worker that is lost to this run alone; report one whose fault another would have,
+        too."""
         if self.generation["number"] == 0 or self._loop.stop_signal or self.ending_since is not None:
             if worker.was_stopped() and not worker.reported:
                 self._own_signal = self._own_signal or signal.SIGTERM
@@ -237,7 +256,9 @@ class ElasticParent:
         """Tell the leader, at each beat or change, how the workers are; at each beat, a stop signal."""
         loop = self._loop
         report: NodeReport = {
-            "workers": [[worker.rank, worker.pulse.get("wanted")] for worker in loop.workers if worker.code is None],
+            "workers": [
+                [worker.rank, worker.pulse.get("wanted")] for worker in loop.workers if worker.code is None
+            ],
             "done": [worker.rank for worker in loop.workers if worker.code == 0],
             "generation": self.generation["number"],
         }
@@ -253,7 +274,10 @@ class ElasticParent:
         self._last_report = report
 
     def end_turn(self) -> Optional[int]:
-        """Return the exit code if this node ends now, and log a failure; else None. Pass a stop signal on to the workers."""
+        """Return the exit code if this node ends now, and log a failure; else None.
+
+        Pass a stop signal on to the workers.
+        """
         workers = self._loop.workers
         if self._loop.verdict:
             return self.supervisor.carry_out(self._loop.verdict)
@@ -265,7 +289,10 @@ class ElasticParent:
             self.supervisor.say(f"{number.name}: this node leaves, and the others go on")
             return STOP_SIGNALS[number]
         if self.ending_since is not None:
-            if all(worker.code is not None for worker in workers) or time.monotonic() - self.ending_since > GRACE_SECONDS:
+            if (
+                all(worker.code is not None for worker in workers)
+                or time.monotonic() - self.ending_since > GRACE_SECONDS
+            ):
                 report_failure(f"{self.generation['why']}; stopping")
                 return 1
         elif self._loop.stop_signal:
@@ -293,13 +320,15 @@ class ElasticParent:
         return {rank // self.supervisor.world.local_world_size for rank in ranks}
 
     def accept(self, generation: Generation) -> None:
-        """Accept a generation (group of ranks) if it is new; offer it to its ranks here, or to all ranks if it says stop."""
+        """Accept a generation (group of ranks) if it is new; offer it to its ranks here,
+        or to all ranks if it says stop."""
         if generation["number"] <= self.generation["number"]:
             return
         self.generation = generation
         self.causes = []
         self.supervisor.writer = generation["writes"]
-        threading.Thread(target=self._write_addresses, daemon=True).start()  # the folder may be slow, and beats must not wait
+        # the folder may be slow, and beats must not wait
+        threading.Thread(target=self._write_addresses, daemon=True).start()
         for worker in self._loop.workers:
             if worker.code is None and (worker.rank in generation["ranks"] or generation["stop"]):
                 write_atomically(f"{worker.file_prefix}.generation", json.dumps(generation).encode())
@@ -314,7 +343,10 @@ class ElasticParent:
         self._may_leave = True
 
     def _go_on_without_leader(self, is_silent: bool, description: str) -> None:
-        """Unless the run ends, lead it if this is the first node left; else join the first. If no node answers, fail."""
+        """Unless the run ends, lead it if this is the first node left; else join the first.
+
+        If no node answers, fail.
+        """
         loop = self._loop
         supervisor = self.supervisor
         lost_node = self._led_by
@@ -326,7 +358,8 @@ class ElasticParent:
         if self.workers_finished():
             loop.finished.update(range(loop.nodes))
             return
-        if not any(re.search(rf"\bnode {lost_node}\b", text) for text in self.causes):  # its own report says more
+        # its own report says more
+        if not any(re.search(rf"\bnode {lost_node}\b", text) for text in self.causes):
             self.causes.append(f"{supervisor.name_of(lost_node)} {description}")
         for node, address, port in sorted(self.generation["nodes"]):
             if node == self.node:
@@ -338,7 +371,9 @@ class ElasticParent:
                 return
             if node != lost_node:
                 with contextlib.suppress(UserError):
-                    loop.connection, *_ = greeting.join(address, port, supervisor.hello, 0, supervisor.say, supervisor.key)
+                    loop.connection, *_ = greeting.join(
+                        address, port, supervisor.hello, 0, supervisor.say, supervisor.key
+                    )
                     self._led_by = node
                     self._last_report = None
                     return

@@ -1,8 +1,11 @@
-"""The ranks that train together in an elastic job. If a rank is lost or joins, they repeat the step or evaluation.
+"""The ranks that train together in an elastic job.
 
-A step or an evaluation counts only after all its communication. If a rank is lost or joins before, the ranks form the next
-group (members.py) and repeat it. A rank that had already received everything is ahead. If it was a step, the others load its
-state, which is the one that they would have reached. If it was an evaluation, each of the others repeats it alone.
+If a rank is lost or joins, they repeat the step or evaluation.
+
+A step or an evaluation counts only after all its communication. If a rank is lost or joins before, the ranks
+form the next group (members.py) and repeat it. A rank that had already received everything is ahead. If it
+was a step, the others load its state, which is the one that they would have reached. If it was an evaluation,
+each of the others repeats it alone.
 """
 
 import argparse
@@ -39,14 +42,16 @@ class Elastic(Fixed):
         self._is_behind = False  # whether the others have finished that evaluation
         self._last_step: Any = None  # (epoch, consumed, ids of all ranks) of the last step
 
-    def find(self, look: Callable[[], Optional[restore.Checkpoint]], identity: dict) -> Optional[restore.Checkpoint]:
+    def find(
+        self, look: Callable[[], Optional[restore.Checkpoint]], identity: dict
+    ) -> Optional[restore.Checkpoint]:
         return look() if self.shows else None  # the other ranks get the state of this one
 
     def meet(self, run: Run) -> None:
         if not run.shares:
             raise UserError(
-                "--min_nodes needs a step that can be taken again by other ranks: use jobs/train_ddp_exact.py or "
-                "jobs/train_imagenet.py"
+                "--min_nodes needs a step that can be taken again by other ranks: use "
+                "jobs/train_ddp_exact.py or jobs/train_imagenet.py"
             )
         self._run = run
         run.shares.before_step_counts = self._exchange
@@ -81,7 +86,8 @@ class Elastic(Fixed):
         self._run.sampler.start_at(self._run.position.epoch, self._run.position.consumed)
 
     def together(self, work: Callable, *arguments: object) -> Any:
-        """Return the result of `work`, of which each rank does a part; do it again if the ranks change meanwhile."""
+        """Return the result of `work`, of which each rank does a part;
+        do it again if the ranks change meanwhile."""
         deal_tests = self._run.shares.deal_tests
         self._is_together = True
         self._is_behind = False
@@ -102,8 +108,8 @@ class Elastic(Fixed):
         return {"state": state, "manifest": manifest_of(self._run), "last_step": self._last_step}
 
     def _load_state(self, received: dict[str, Any]) -> None:
-        """Load the state of another rank, unless only an evaluation is missing here: there are no steps in one, so this
-        rank, which is in it (`_is_together`), has taken as many as the other."""
+        """Load the state of another rank, unless only an evaluation is missing here: there are no steps in
+        one, so this rank, which is in it (`_is_together`), has taken as many as the other."""
         run = self._run
         manifest = received["manifest"]
         lacks_only_evaluation = self._is_together and manifest["total_steps"] == run.position.total_steps
@@ -115,7 +121,10 @@ class Elastic(Fixed):
         self._last_step = received["last_step"]
 
     def _exchange(self):
-        """Agree on a due stop or save; for --ledger, gather all ranks' sample ids. Called before each step takes effect."""
+        """Agree on a due stop or save; for --ledger, gather all ranks' sample ids.
+
+        Called before each step takes effect.
+        """
         run = self._run
         gather = self._members.gather
 
@@ -139,11 +148,14 @@ class Elastic(Fixed):
 
     def note_step(self) -> None:
         if news := self._members.news:
-            self._run.notify(Observer.nodes_changed, news=news, ranks=self.size, pause=self._run.clock.seconds_since_step())
+            self._run.notify(
+                Observer.nodes_changed, news=news, ranks=self.size, pause=self._run.clock.seconds_since_step()
+            )
         self._members.note_step()
 
     def _write_if_chosen(self):
-        """If this rank is to write the files (not in a trial), take them over, once; note the last step in a ledger, if any."""
+        """If this rank is to write the files (not in a trial), take them over, once;
+        note the last step in a ledger, if any."""
         run = self._run
         if not self._members.writes or run.trial:
             return
@@ -154,7 +166,8 @@ class Elastic(Fixed):
             run.evidence.keep(self.rank, needs_attempt=True, needs_ledger=True)
             if run.plan.resumed_at:
                 run.notify(Observer.began, about=facts_of_this_start(run, "the state of the other nodes"))
-        if self._last_step:  # the rank that noted it may be lost; a new start in the ledger lets it count once
+        # the rank that noted it may be lost; a new start in the ledger lets it count once
+        if self._last_step:
             epoch, consumed, ids = self._last_step
             run.evidence.begin(epoch, consumed)
             run.evidence.note_step_counts(epoch, consumed, ids)

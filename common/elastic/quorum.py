@@ -1,7 +1,9 @@
-"""The rules of the leader (leader.py): which ranks are the next members, and whether the remaining nodes may continue.
+"""The rules of the leader (leader.py): which ranks are the next members,
+and whether the remaining nodes may continue.
 
-A node has certainly ended if its connection was closed or its worker was seen to end. It no longer counts. A silent node still
-counts: it may be cut off, and may see the others as silent. The remaining nodes then continue only if they are more than half.
+A node has certainly ended if its connection was closed or its worker was seen to end. It no longer counts. A
+silent node still counts: it may be cut off, and may see the others as silent. The remaining nodes then
+continue only if they are more than half.
 """
 
 import dataclasses
@@ -20,12 +22,15 @@ class NextMembers:
 
 
 def next_members(generation: int, last: list[int], reports: Iterable[NodeReport]) -> NextMembers:
-    """Return the next group: living ranks of `last` (group number `generation`), and ranks of a new node once all wait."""
+    """Return the next group: living ranks of `last` (group number `generation`),
+    and ranks of a new node once all wait."""
     ranks: list[int] = []
     stuck = False
     done = set()
     for report in reports:
-        waiting = {rank for rank, awaited in report["workers"] if awaited > (generation if rank in last else 0)}
+        waiting = {
+            rank for rank, awaited in report["workers"] if awaited > (generation if rank in last else 0)
+        }
         living = {rank for rank, _ in report["workers"]}
         done |= set(report["done"])
         stuck = stuck or bool(waiting & set(last))
@@ -37,13 +42,15 @@ def next_members(generation: int, last: list[int], reports: Iterable[NodeReport]
 
 
 def may_continue(previous: set[int], remaining: set[int], silent_nodes: set[int]) -> bool:
-    """Whether `remaining` may go on: if nodes of `previous` are silent, over half of what may run must remain."""
+    """Whether `remaining` may go on: if nodes of `previous` are silent,
+    over half of what may run must remain."""
     counted_nodes = previous & (remaining | silent_nodes)
     return not silent_nodes & previous or 2 * len(previous & remaining) > len(counted_nodes)
 
 
 def lighthouse(address: str, size: int) -> Any:
-    """Start and return torchft's server at which the members of a new group meet; it waits for `size` of them."""
+    """Start and return torchft's server at which the members of a new group meet;
+    it waits for `size` of them."""
     from torchft.coordination import LighthouseServer
 
     unlimited_ms = 24 * 3600 * 1000
@@ -61,5 +68,6 @@ def in_url(address: str) -> str:
 
 
 def address_of(server: Any, address: str) -> str:
-    """Return the URL of torchft's server with this address, as its own URL has the host's name; empty without a server."""
+    """Return the URL of torchft's server with this address, as its own URL has the host's name;
+    empty without a server."""
     return f"http://{in_url(address)}:{server.address().rpartition(':')[2]}" if server else ""

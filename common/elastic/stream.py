@@ -1,4 +1,5 @@
-"""Read the state that another rank has sent, in the form of torch.distributed._serialization, without torch.load."""
+"""Read the state that another rank has sent, in the form of torch.distributed._serialization,
+without torch.load."""
 
 import pickle
 from typing import Any, BinaryIO, ClassVar

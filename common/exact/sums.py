@@ -1,9 +1,10 @@
 """The mean over shares, with the same bits for any number of ranks and wherever each share is computed.
 
-The shares are the leaves of a binary tree, in the order of their numbers. Siblings are added; a value without a sibling moves
-up unchanged. A rank adds its own shares as far as the tree allows. The remaining roots are sent in chunks: every rank receives
-one chunk of the roots of all ranks and finishes the tree for this chunk, then all ranks gather the chunks. The communication
-library adds nothing, because its sums depend on the number of ranks.
+The shares are the leaves of a binary tree, in the order of their numbers. Siblings are added; a value without
+a sibling moves up unchanged. A rank adds its own shares as far as the tree allows. The remaining roots are
+sent in chunks: every rank receives one chunk of the roots of all ranks and finishes the tree for this chunk,
+then all ranks gather the chunks. The communication library adds nothing, because its sums depend on the
+number of ranks.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,10 @@ def shares_of(rank: int, ranks: int, shares: int) -> range:
 
 
 def grow(roots: list[Root], root: Root, shares: int, add: Callable[[Any, Any], Any]) -> None:
-    """Append `root`, the top of a subtree, to `roots`, and merge siblings by `add`. `shares`: leaves of the whole tree."""
+    """Append `root`, the top of a subtree, to `roots`, and merge siblings by `add`.
+
+    `shares`: leaves of the whole tree.
+    """
     level, index, value = root
     while True:
         width = -(-shares // 2**level)
@@ -42,7 +46,8 @@ def subtree_positions(own_shares: range, shares: int) -> list[tuple[int, int]]:
 
 
 class Part:
-    """A group of tensors that are averaged together: one flat vector for each share, exchanged after the last share."""
+    """A group of tensors that are averaged together: one flat vector for each share,
+    exchanged after the last share."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], shares: int, group: Any):
         """`shares`: the number of shares of all ranks; `group`: AllRanks or an elastic job's Members."""
@@ -61,7 +66,10 @@ class Part:
         self._work: Any = None
 
     def add(self, share: int, values: Sequence[Optional[torch.Tensor]]) -> None:
-        """Add the values of `tensors` in this share; None counts as zeros. A rank adds its shares in ascending order."""
+        """Add the values of `tensors` in this share; None counts as zeros.
+
+        A rank adds its shares in ascending order.
+        """
         flat = self._free_buffers.pop() if self._free_buffers else self._zeros(self._ranks * self._chunk)
         views = self._views(flat)
         missing = [view for view, value in zip(views, values) if value is None]
@@ -105,7 +113,10 @@ class Part:
         )
 
     def finish(self) -> None:
-        """Compute the means of this rank's chunk, and begin to gather all chunks. With one rank, its chunk is the whole."""
+        """Compute the means of this rank's chunk, and begin to gather all chunks.
+
+        With one rank, its chunk is the whole.
+        """
         if self._ranks == 1:
             ((_, _, self._total),) = self._roots
             self._total.div_(self._shares)
@@ -121,7 +132,8 @@ class Part:
         self._work = self._group.all_gather(self._total, chunk.div_(self._shares))
 
     def means(self) -> list[torch.Tensor]:
-        """Wait for the exchange; return the mean of each of `tensors`, in memory that the next step may overwrite."""
+        """Wait for the exchange; return the mean of each of `tensors`,
+        in memory that the next step may overwrite."""
         if self._ranks > 1:
             self._work.wait()
         self._sent_chunks = self._received_chunks = self._work = None

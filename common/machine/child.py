@@ -18,7 +18,8 @@ START_SECONDS = 120  # a process, such as one that uses Ray, may take this long 
 
 
 class Child(subprocess.Popen):
-    """A module of this project that runs as another process, in a session of its own, which Ctrl-C does not reach.
+    """A module of this project that runs as another process, in a session of its own,
+    which Ctrl-C does not reach.
 
     Lines of text go to it by write_line(), and come from it to start_reader() or `stdout`.
     """
@@ -45,7 +46,8 @@ class Child(subprocess.Popen):
             self.stdin.close()
 
     def start_reader(self, on_line: Callable[[str], None], name: str) -> threading.Thread:
-        """Start a thread of this name that calls on_line(line) with each line from the process; return the thread."""
+        """Start a thread of this name that calls on_line(line) with each line from the process;
+        return the thread."""
 
         def read_lines() -> None:
             for line in self.stdout:
@@ -58,7 +60,10 @@ class Child(subprocess.Popen):
 
 @functools.lru_cache(maxsize=1)
 def repository() -> str:
-    """Return the folder that holds `common` and `datasets`. A job in one file first writes them to a temporary folder."""
+    """Return the folder that holds `common` and `datasets`.
+
+    A job in one file first writes them to a temporary folder.
+    """
     sources = getattr(__spec__.loader, "sources", None)
     if sources is None:
         return str(Path(__file__).resolve().parents[2])

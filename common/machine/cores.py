@@ -1,4 +1,7 @@
-"""The number of cores that this process may use. A container may see many cores but be limited to the time of a few."""
+"""The number of cores that this process may use.
+
+A container may see many cores but be limited to the time of a few.
+"""
 
 import contextlib
 import math
@@ -14,9 +17,14 @@ def count() -> int:
 
 
 def quota(root: str = "/sys/fs/cgroup") -> Optional[int]:
-    """Return this container's limit in cores, rounded up (docker --cpus), or None. `root`: the folder of its control groups."""
+    """Return this container's limit in cores, rounded up (docker --cpus), or None.
+
+    `root`: the folder of its control groups.
+    """
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # cgroup v2, then v1
         with contextlib.suppress(OSError, ValueError):
-            microseconds, period = (int(word) for name in names for word in Path(root, name).read_text().split())
+            microseconds, period = (
+                int(word) for name in names for word in Path(root, name).read_text().split()
+            )
             return max(1, math.ceil(microseconds / period)) if microseconds > 0 else None
     return None

@@ -1,6 +1,9 @@
-"""The devices and driver versions of this machine, as the drivers report them. This module does not import torch.
+"""The devices and driver versions of this machine, as the drivers report them.
 
-NVIDIA's library (NVML) counts its GPUs, because gVisor and WSL have no /dev/nvidia0. Ascend's NPUs are files in /dev.
+This module does not import torch.
+
+NVIDIA's library (NVML) counts its GPUs, because gVisor and WSL have no /dev/nvidia0. Ascend's NPUs are files
+in /dev.
 """
 
 import ctypes
@@ -11,7 +14,8 @@ from typing import Optional
 
 NVIDIA = Path("/sys/module/nvidia/version")  # exists even if this container was given no GPU
 DEVICES = Path("/dev")
-ASCEND = Path("/usr/local/Ascend")  # the folder of the driver, and of CANN unless ASCEND_HOME_PATH names another
+# the folder of the driver, and of CANN unless ASCEND_HOME_PATH names another
+ASCEND = Path("/usr/local/Ascend")
 
 
 def nvidia() -> Optional[str]:
@@ -24,7 +28,8 @@ def nvidia() -> Optional[str]:
 
 
 def gpus() -> int:
-    """Return how many NVIDIA GPUs this container may use, also those that CUDA_VISIBLE_DEVICES hides; 0 without NVML."""
+    """Return how many NVIDIA GPUs this container may use, also those that CUDA_VISIBLE_DEVICES hides;
+    0 without NVML."""
     library = _nvml()
     number = ctypes.c_uint()
     return number.value if library and library.nvmlDeviceGetCount_v2(ctypes.byref(number)) == 0 else 0
@@ -60,8 +65,8 @@ def cann() -> Optional[str]:
 
 
 def _stated_version(file: Path) -> Optional[str]:
-    """Return the version stated in a file, as Version=8.2.RC1, toolkit_installed_version=[8.2.RC1:8.2.RC1], or
-    [7.0.0.1:8.0.RC3] with a number of its own before that of the release; else None."""
+    """Return the version stated in a file, as Version=8.2.RC1, toolkit_installed_version=[8.2.RC1:8.2.RC1],
+    or [7.0.0.1:8.0.RC3] with a number of its own before that of the release; else None."""
     try:
         text = file.read_text(errors="replace")
     except OSError:

@@ -1,4 +1,7 @@
-"""Networks, their moving average, and measures of image quality. This package does not depend on ranks or files."""
+"""Networks, their moving average, and measures of image quality.
+
+This package does not depend on ranks or files.
+"""
 
 from common.models.resnet import resnet18
 

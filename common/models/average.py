@@ -7,7 +7,10 @@ from torch import nn
 
 
 class Average(nn.Module):
-    """A moving average of weights and buffers. Its state_dict is that of torch's AveragedModel; no update waits for the GPU."""
+    """A moving average of weights and buffers.
+
+    Its state_dict is that of torch's AveragedModel; no update waits for the GPU.
+    """
 
     n_averaged: torch.Tensor
 
@@ -24,8 +27,16 @@ class Average(nn.Module):
 
     @torch.no_grad()
     def update(self, network: nn.Module) -> None:
-        """Add a network to the average. The first is copied; later, floating-point tensors are averaged, counters copied."""
-        pairs = list(zip((*self.module.parameters(), *self.module.buffers()), (*network.parameters(), *network.buffers())))
+        """Add a network to the average.
+
+        The first is copied; later, floating-point tensors are averaged, counters copied.
+        """
+        pairs = list(
+            zip(
+                (*self.module.parameters(), *self.module.buffers()),
+                (*network.parameters(), *network.buffers()),
+            )
+        )
         for is_floating in (True, False):  # floating-point tensors, then counters
             matching = [pair for pair in pairs if pair[0].is_floating_point() == is_floating]
             averages = [average for average, _ in matching]

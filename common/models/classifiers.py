@@ -1,4 +1,5 @@
-"""The networks that classify photographs, by name: torchvision's, timm/NAME, and resnext101_32x4d of NVIDIA's script."""
+"""The networks that classify photographs, by name: torchvision's, timm/NAME,
+and resnext101_32x4d of NVIDIA's script."""
 
 import difflib
 from typing import Any, Callable
@@ -18,7 +19,10 @@ NEAREST = {
 
 
 def require(arch: str, image_size: int) -> None:
-    """Raise UserError for an unknown network, or one that takes no images of this size. Jobs call it before they read data."""
+    """Raise UserError for an unknown network, or one that takes no images of this size.
+
+    Jobs call it before they read data.
+    """
     _constructor(arch.replace("-", "_"), image_size)
     # These need real tensors to compute widths; their size is checked later, if at all.
     if not arch.startswith(("regnet", "timm/")):
@@ -27,7 +31,10 @@ def require(arch: str, image_size: int) -> None:
 
 
 def classifier(arch: str, num_classes: int, image_size: int, shallow: bool = False) -> torch.nn.Module:
-    """Return a new network in eval mode. `shallow`: set zero_init_residual, so ResNet blocks at first add 0 to their input."""
+    """Return a new network in eval mode.
+
+    `shallow`: set zero_init_residual, so ResNet blocks at first add 0 to their input.
+    """
     arch = arch.replace("-", "_")
     residual = {"zero_init_residual": True} if shallow and arch.startswith(("resne", "wide_resnet")) else {}
     size_options = {"vit": {"image_size": image_size}, "maxvit": {"input_size": (image_size,) * 2}}
@@ -43,7 +50,8 @@ def classifier(arch: str, num_classes: int, image_size: int, shallow: bool = Fal
 
 
 def last_layers(network: Any) -> list[str]:
-    """Return the names of the parts of a network that give a score for each class: one, or two in some networks of timm."""
+    """Return the names of the parts of a network that give a score for each class: one,
+    or two in some networks of timm."""
     if not hasattr(network, "get_classifier"):  # it is not of timm
         return [[name for name, _ in network.named_parameters()][-1].rpartition(".")[0]]
     layers = network.get_classifier()
@@ -53,9 +61,11 @@ def last_layers(network: Any) -> list[str]:
 
 
 def _constructor(arch: str, image_size: int, shallow: bool = False) -> Callable[..., Any]:
-    """Return a function that makes the network of this name from num_classes and options; UserError if there is none.
+    """Return a function that makes the network of this name from num_classes and options;
+    UserError if there is none.
 
-    `shallow`: as in classifier(), for timm's networks; torchvision's take zero_init_residual among the options."""
+    `shallow`: as in classifier(), for timm's networks; torchvision's take zero_init_residual among the
+    options."""
     if arch.startswith("timm/"):
         from common.models import of_timm
 
@@ -72,6 +82,7 @@ def _constructor(arch: str, image_size: int, shallow: bool = False) -> Callable[
     if arch not in names:
         close_matches = difflib.get_close_matches(arch, names, n=3, cutoff=0)
         raise UserError(
-            f"--arch {arch} is none of torchvision's {len(names)} networks; the nearest: {', '.join(close_matches)}"
+            f"--arch {arch} is none of torchvision's {len(names)} networks; the nearest: "
+            f"{', '.join(close_matches)}"
         )
     return lambda **options: torchvision.models.get_model(arch, **options)

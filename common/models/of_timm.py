@@ -1,4 +1,7 @@
-"""The networks of timm, and how each wants its pictures. Its weights come by --weights (common/weights/by_name.py)."""
+"""The networks of timm, and how each wants its pictures.
+
+Its weights come by --weights (common/weights/by_name.py).
+"""
 
 import argparse
 import difflib
@@ -12,9 +15,11 @@ import torch
 
 from common.errors import UserError, one_line
 
-# The names of a vision transformer here and in torchvision. Other networks that both have, as ResNet, have the same names.
+# The names of a vision transformer here and in torchvision. Other networks that both have, as ResNet, have
+# the same names.
 TORCHVISION_NAMES = {
-    r"cls_token": "class_token", r"pos_embed": "encoder.pos_embedding", r"patch_embed\.proj\.(.*)": r"conv_proj.\1",
+    r"cls_token": "class_token", r"pos_embed": "encoder.pos_embedding",
+    r"patch_embed\.proj\.(.*)": r"conv_proj.\1",
     r"blocks\.(\d+)\.norm([12])\.(.*)": r"encoder.layers.encoder_layer_\1.ln_\2.\3",
     r"blocks\.(\d+)\.attn\.qkv\.(.*)": r"encoder.layers.encoder_layer_\1.self_attention.in_proj_\2",
     r"blocks\.(\d+)\.attn\.proj\.(.*)": r"encoder.layers.encoder_layer_\1.self_attention.out_proj.\2",
@@ -33,7 +38,10 @@ def name_in_torchvision(name: str) -> str:
 
 
 def constructor(arch: str, image_size: int, shallow: bool) -> Callable[..., torch.nn.Module]:
-    """Return a function that makes the network "timm/NAME" from num_classes. `shallow`: as in classifier()."""
+    """Return a function that makes the network "timm/NAME" from num_classes.
+
+    `shallow`: as in classifier().
+    """
     name = arch.partition("/")[2]
     sized = {"img_size": image_size} if config(arch).fixed_input_size else {}
     residual = {"zero_init_last": False} if name.startswith(("resne", "wide_resnet")) and not shallow else {}
@@ -60,10 +68,14 @@ def image_options(args: argparse.Namespace, previous: Mapping[str, Any]) -> tupl
         values[name] = tuple(chosen) if isinstance(chosen, list) else chosen
     mean, std = (" ".join(f"{value:g}" for value in values[name]) for name in ("mean", "std"))
     size, mode, share = (values[name] for name in ("image_size", "interpolation", "crop_pct"))
-    resize_text = " --resize whole" if values["resize"] == "whole" else f", with --resize short {share:g} of the short side"
+    resize_text = (
+        " --resize whole"
+        if values["resize"] == "whole"
+        else f", with --resize short {share:g} of the short side"
+    )
     return values, (
-        f"{args.arch}: --image_size {size} --interpolation {mode}{resize_text}; mean {mean}, standard deviation {std} "
-        f"(timm {_timm().__version__})"
+        f"{args.arch}: --image_size {size} --interpolation {mode}{resize_text}; mean {mean}, standard "
+        f"deviation {std} (timm {_timm().__version__})"
     )
 
 
@@ -79,8 +91,8 @@ def config(arch: str) -> Any:
         names = timm.list_models()
         close_matches = difflib.get_close_matches(name, names, n=3, cutoff=0)
         raise UserError(
-            f"--arch timm/{one_line(name)} is none of the {len(names)} networks of timm {timm.__version__}; the nearest: "
-            f"{', '.join(close_matches)}"
+            f"--arch timm/{one_line(name)} is none of the {len(names)} networks of timm {timm.__version__}; "
+            f"the nearest: {', '.join(close_matches)}"
         )
     return pretrained_cfg
 

@@ -1,4 +1,5 @@
-"""ResNet-18 for 32x32 images: 11,173,962 parameters, named as in the ModelArts sample, so that its weights load here."""
+"""ResNet-18 for 32x32 images: 11,173,962 parameters, named as in the ModelArts sample,
+so that its weights load here."""
 
 from torch import Tensor, nn
 
@@ -6,7 +7,10 @@ FEW_CHANNELS = 8  # channels
 
 
 class PointwiseConv2d(nn.Conv2d):
-    """A 1x1 convolution. With few channels it strides by slicing: torch 2.15's gradient corrupts memory on AVX2-only CPUs."""
+    """A 1x1 convolution.
+
+    With few channels it strides by slicing: torch 2.15's gradient corrupts memory on AVX2-only CPUs.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = self.stride
@@ -49,7 +53,9 @@ class ResNet(nn.Module):
 
     @staticmethod
     def _stage(in_channels: int, out_channels: int, stride: int) -> nn.Sequential:
-        return nn.Sequential(BasicBlock(in_channels, out_channels, stride), BasicBlock(out_channels, out_channels, stride=1))
+        return nn.Sequential(
+            BasicBlock(in_channels, out_channels, stride), BasicBlock(out_channels, out_channels, stride=1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv5(self.conv4(self.conv3(self.conv2(self.conv1(x)))))

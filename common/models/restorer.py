@@ -1,4 +1,5 @@
-"""A small network that removes blur from pictures, and two measures of how similar two pictures are (PSNR, SSIM)."""
+"""A small network that removes blur from pictures, and two measures of how similar two pictures are (PSNR,
+SSIM)."""
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,10 @@ class ResidualBlock(nn.Module):
 
 
 class Restorer(nn.Module):
-    """Maps pictures in [-1, 1], of any size, to sharper ones of the same size. Untrained, it changes nothing."""
+    """Maps pictures in [-1, 1], of any size, to sharper ones of the same size.
+
+    Untrained, it changes nothing.
+    """
 
     def __init__(self, width: int = 48):
         super().__init__()
@@ -43,12 +47,14 @@ class Restorer(nn.Module):
 
 
 def psnr(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the peak signal-to-noise ratio in dB, at most 100, of each pair of a batch of pictures in [0, 1]."""
+    """Return the peak signal-to-noise ratio in dB, at most 100, of each pair of a batch of pictures in [0,
+    1]."""
     return -10 * torch.log10((images - targets).square().flatten(1).mean(dim=1).clamp(min=1e-10))
 
 
 def ssim(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the structural similarity (Wang et al., 2004) of each pair of a batch of pictures in [0, 1], without padding."""
+    """Return the structural similarity (Wang et al., 2004) of each pair of a batch of pictures in [0, 1],
+    without padding."""
     offsets = torch.arange(WINDOW, dtype=images.dtype, device=images.device) - WINDOW // 2
     weights = torch.exp(-offsets.square() / (2 * SIGMA**2))
     weights = (weights / weights.sum()).expand(images.shape[1], 1, WINDOW)

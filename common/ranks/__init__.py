@@ -1,4 +1,5 @@
-"""Operations of all ranks of a job together: start, form a process group, reduce, wait for each other, and end."""
+"""Operations of all ranks of a job together: start, form a process group, reduce, wait for each other,
+and end."""
 
 # Modules.
 __all__ = ["barrier", "buckets", "collectives", "differing", "group", "norms", "store"]

@@ -1,7 +1,9 @@
-"""A barrier for work of unknown length, such as fetching data: no rank continues before all ranks have finished.
+"""A barrier for work of unknown length, such as fetching data:
+no rank continues before all ranks have finished.
 
-It uses no collective: rank 0 looks in the job's store who is ready, so it can name the rank that all wait for, and the others
-look whether it has seen all. A rank that has died or hangs is not its matter: parent processes and watchers see that.
+It uses no collective: rank 0 looks in the job's store who is ready, so it can name the rank that all wait
+for, and the others look whether it has seen all. A rank that has died or hangs is not its matter: parent
+processes and watchers see that.
 """
 
 import io
@@ -38,7 +40,8 @@ def on_every_rank(name: str, work: Callable[[], Any]) -> Any:
 
 
 def from_rank_0(choose: Callable[[], Any], name: str = "checkpoint") -> Any:
-    """Call choose() on rank 0, whose disk has the checkpoints; every rank returns its result or raises its UserError.
+    """Call choose() on rank 0, whose disk has the checkpoints;
+    every rank returns its result or raises its UserError.
 
     The result may hold tensors and plain values. `name`: what the other ranks wait for.
     """
@@ -80,12 +83,18 @@ class Board:
 
     def post_failure(self, error: BaseException) -> None:
         """Let the other ranks end: their wait() raises this error."""
-        failure = {"code": getattr(error, "exit_code", 1), "text": f"rank {self._rank}: {one_line(error)[:1000]}"}
+        failure = {
+            "code": getattr(error, "exit_code", 1),
+            "text": f"rank {self._rank}: {one_line(error)[:1000]}",
+        }
         self._store.set(self._key("failure"), json.dumps(failure))
         self._store.add(self._key("failed"), 1)
 
     def wait(self, world_size: int) -> None:
-        """Wait until all ranks are ready; raise an error if one fails. Rank 0 prints which rank it waits for."""
+        """Wait until all ranks are ready; raise an error if one fails.
+
+        Rank 0 prints which rank it waits for.
+        """
         self._store.add(self._key("ready", self._rank), 1)
         waiting = Waiting()
         pulse = heartbeat.of_this_process()

@@ -26,16 +26,19 @@ class RanksChanged(Exception):
 
 
 class Stopped(Exception):
-    """The run must save and end: the platform stops it, too few nodes remain, or silent ones may still run (common/elastic)."""
+    """The run must save and end: the platform stops it, too few nodes remain,
+    or silent ones may still run (common/elastic)."""
 
 
 class Group:
-    """Objects of this rank that go with the process group: the store, the watcher, the elastic members, a Gloo group."""
+    """Objects of this rank that go with the process group: the store, the watcher, the elastic members,
+    a Gloo group."""
 
     def __init__(self):
         self.store: Any = None  # a distributed.Store: keys and values that all ranks see
         self.watcher: Any = None  # a WatcherConnection, in one of several ranks without a parent process
-        self.members: Any = None  # elastic's Members, in an elastic job: then the process group has this rank alone
+        # elastic's Members, in an elastic job: then the process group has this rank alone
+        self.members: Any = None
         self._gloo_group = None
 
     def gloo_group(self) -> Any:
@@ -51,7 +54,8 @@ GROUP = Group()
 
 
 def longest_timeout() -> datetime.timedelta:
-    """Return the timeout of collectives, 30 minutes or more: parent processes or watchers notice a dead rank within seconds."""
+    """Return the timeout of collectives, 30 minutes or more:
+    parent processes or watchers notice a dead rank within seconds."""
     return datetime.timedelta(seconds=max(1800.0, 2 * patience.limit()))
 
 
@@ -65,7 +69,10 @@ def rank_and_size() -> tuple[int, int]:
 
 
 class AllRanks:
-    """The ranks of the process group, with asynchronous collectives. Elastic's Members has the same interface."""
+    """The ranks of the process group, with asynchronous collectives.
+
+    Elastic's Members has the same interface.
+    """
 
     def __init__(self) -> None:
         self.rank, self.size = rank_and_size()
@@ -74,11 +81,14 @@ class AllRanks:
         """Return whether a rank was lost or has joined, which does not happen in this group."""
         return False
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]) -> Any:
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
+    ) -> Any:
         return distributed.all_to_all_single(received, sent, received_sizes, sent_sizes, async_op=True)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        if devices.TORCH < (2, 4) and distributed.get_backend() == "gloo":  # in torch 2.1, Gloo has no other form
+        # in torch 2.1, Gloo has no other form
+        if devices.TORCH < (2, 4) and distributed.get_backend() == "gloo":
             return distributed.all_gather(list(output.chunk(self.size)), tensor, async_op=True)
         return distributed.all_gather_into_tensor(output, tensor, async_op=True)
 
@@ -97,7 +107,10 @@ class AllRanks:
 
 
 def _wait_for(work: Any) -> None:
-    """Wait for a collective. If a stop signal may end this process alone, poll, so that the signal can end the wait."""
+    """Wait for a collective.
+
+    If a stop signal may end this process alone, poll, so that the signal can end the wait.
+    """
     try:
         while STOPS.may_end and not work.is_completed():
             STOPS.interrupt()
@@ -109,7 +122,8 @@ def _wait_for(work: Any) -> None:
 
 
 class ExitAtOnce:
-    """Ends the process without waiting for the threads of a process group whose other members may never come."""
+    """Ends the process without waiting for the threads of a process group whose other members may never
+    come."""
 
     def leaving(self, code: object) -> NoReturn:
         """End the process now, with the exit code that `code` would give sys.exit() (common/moments.py)."""
@@ -124,19 +138,25 @@ def current() -> Any:
 
 
 def reduce(values: list, operation: str) -> list[float]:
-    """Return the values reduced element by element over all ranks, in float64. `operation`: a name of torch's ReduceOp."""
+    """Return the values reduced element by element over all ranks, in float64.
+
+    `operation`: a name of torch's ReduceOp.
+    """
     tensor = torch.tensor(values, dtype=torch.float64)
     distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, operation), group=GROUP.gloo_group())
     return tensor.tolist()
 
 
 def broadcast(content: bytes, source: int = 0) -> bytes:
-    """Return the bytes of the rank `source` on every rank, verified by a digest; `content` of the other ranks is ignored."""
+    """Return the bytes of the rank `source` on every rank, verified by a digest;
+    `content` of the other ranks is ignored."""
     length = torch.tensor([len(content)])
     digest = _tensor(hashlib.sha256(content).digest())
     distributed.broadcast(length, source, group=GROUP.gloo_group())
     distributed.broadcast(digest, source, group=GROUP.gloo_group())
-    body = _tensor(content) if distributed.get_rank() == source else torch.zeros(int(length), dtype=torch.uint8)
+    body = (
+        _tensor(content) if distributed.get_rank() == source else torch.zeros(int(length), dtype=torch.uint8)
+    )
     if len(body):
         distributed.broadcast(body, source, group=GROUP.gloo_group())
     received = body.numpy().tobytes()
@@ -158,7 +178,10 @@ def are_equal(content: bytes) -> bool:
 
 
 def require_equal(facts: dict) -> None:
-    """Raise UserError on every rank, naming two that differ, unless all have the same facts. Equal ones take one all_reduce."""
+    """Raise UserError on every rank, naming two that differ, unless all have the same facts.
+
+    Equal ones take one all_reduce.
+    """
     if distributed.get_world_size() == 1:
         return
     own_facts = {name: str(value) for name, value in facts.items()}
@@ -175,13 +198,16 @@ def require_equal(facts: dict) -> None:
 
     first_value, lowest_value = first_difference(first_facts[name], lowest_facts[name])
     raise UserError(
-        f"{name} differs: {first_value} on rank 0 (host {first_facts['host']}), {lowest_value} on rank {lowest} (host "
-        f"{lowest_facts['host']})"
+        f"{name} differs: {first_value} on rank 0 (host {first_facts['host']}), {lowest_value} on rank "
+        f"{lowest} (host {lowest_facts['host']})"
     )
 
 
 def require_one_device_each(identity: str) -> None:
-    """Raise UserError on every rank if two compute on one GPU. `identity`: names the GPU on its host; "" for a CPU."""
+    """Raise UserError on every rank if two compute on one GPU.
+
+    `identity`: names the GPU on its host; "" for a CPU.
+    """
     rank, size = rank_and_size()
     key = f"anyrank/device/{socket.gethostname()}/{identity}"
     is_second = bool(identity) and GROUP.store.add(key, 1) > 1

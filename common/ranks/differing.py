@@ -29,7 +29,8 @@ def gather_differing(value: object) -> list[Any]:
 
 
 def _without_views(value: object) -> Any:
-    """Return a copy whose tensors have storages of their own, as torch.save() would save the whole of each storage."""
+    """Return a copy whose tensors have storages of their own,
+    as torch.save() would save the whole of each storage."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):

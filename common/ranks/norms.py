@@ -1,7 +1,8 @@
-"""Batch norms over the samples of all ranks, with torch's kernels on NVIDIA GPUs and with plain operations elsewhere.
+"""Batch norms over the samples of all ranks, with torch's kernels on NVIDIA GPUs and with plain operations
+elsewhere.
 
-Unlike torch.nn.SyncBatchNorm, these need the same number of samples on every rank, so the host does not wait for the GPU (but
-with momentum=None, whose mean needs the number of batches).
+Unlike torch.nn.SyncBatchNorm, these need the same number of samples on every rank, so the host does not wait
+for the GPU (but with momentum=None, whose mean needs the number of batches).
 """
 
 import argparse
@@ -15,8 +16,9 @@ from torch import Tensor, distributed, nn
 from common import arguments, devices, progress
 from common.ranks import collectives
 
-# For DistributedDataParallel: each rank keeps statistics of its own, instead of getting rank 0's in every step.
-_HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters  # since torch 2.15
+# For DistributedDataParallel: each rank keeps statistics of its own, instead of getting rank 0's in every
+# step. since torch 2.15
+_HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
 OWN_STATISTICS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
 
 MIN_SAMPLES = 16  # of a rank: statistics of fewer are too rough
@@ -41,11 +43,14 @@ def over_all_ranks(args: argparse.Namespace) -> bool:
 
 
 def synchronised(model: nn.Module) -> nn.Module:
-    """Return the model with every batch norm over all ranks; the model itself may be one. Names in its state_dict stay.
+    """Return the model with every batch norm over all ranks; the model itself may be one.
+
+    Names in its state_dict stay.
 
     Norms of a kind that is not known here stay as they are, and a warning names them.
     """
-    replacements = {norm: _synchronised_norm(norm) for norm in model.modules()}  # one for a norm that has several names
+    # one for a norm that has several names
+    replacements = {norm: _synchronised_norm(norm) for norm in model.modules()}
     for module in [*replacements]:
         for name, child in module._modules.items():
             if child is not None:
@@ -58,13 +63,15 @@ def synchronised(model: nn.Module) -> nn.Module:
     }
     if unknown and distributed.get_rank() == 0:
         progress.say(
-            f"warning: {', '.join(sorted(unknown))}: norms of this kind have the statistics of their own process alone"
+            f"warning: {', '.join(sorted(unknown))}: norms of this kind have the statistics of their "
+            "own process alone"
         )
     return model
 
 
 def _synchronised_norm(norm: nn.Module) -> nn.Module:
-    """Return the norm over all ranks that has this norm's weights and options, or `norm` if it is none of a known kind."""
+    """Return the norm over all ranks that has this norm's weights and options,
+    or `norm` if it is none of a known kind."""
     norm_class = SYNCHRONISED.get(type(norm))
     timm = sys.modules.get("timm.layers")  # loaded if a network is timm's
     if timm is not None and type(norm) is timm.BatchNormAct2d:
@@ -77,7 +84,10 @@ def _synchronised_norm(norm: nn.Module) -> nn.Module:
 
 
 class SynchronisedNorm(nn.Module):
-    """A batch norm whose statistics in training are over all ranks. Its second base is the class of the norm in evaluation."""
+    """A batch norm whose statistics in training are over all ranks.
+
+    Its second base is the class of the norm in evaluation.
+    """
 
     eps: float
     momentum: Optional[float]
@@ -91,13 +101,17 @@ class SynchronisedNorm(nn.Module):
         if not self.training:
             return super().forward(input)
         if input.numel() // input.shape[1] * distributed.get_world_size() < 2:
-            raise ValueError(f"a batch norm needs more than one value for each channel in training: {[*input.shape]}")
+            raise ValueError(
+                f"a batch norm needs more than one value for each channel in training: {[*input.shape]}"
+            )
         factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if factor is None:  # the mean of all batches
                 factor = 1 / int(self.num_batches_tracked)
-        return _OverAllRanks.apply(input, self.weight, self.bias, self.running_mean, self.running_var, self.eps, factor or 0.0)
+        return _OverAllRanks.apply(
+            input, self.weight, self.bias, self.running_mean, self.running_var, self.eps, factor or 0.0
+        )
 
 
 class SynchronisedNorm1d(SynchronisedNorm, nn.BatchNorm1d):  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -138,7 +152,10 @@ class _OverAllRanks(torch.autograd.Function):
         images = kernels.to_layout(images)
         own_statistics = torch.cat(kernels.statistics(images, eps))
         gathered = torch.empty(
-            distributed.get_world_size(), len(own_statistics), dtype=own_statistics.dtype, device=own_statistics.device
+            distributed.get_world_size(),
+            len(own_statistics),
+            dtype=own_statistics.dtype,
+            device=own_statistics.device,
         )
         collectives.AllRanks().all_gather(gathered.view(-1), own_statistics).wait()
         means, scales = gathered.chunk(2, dim=1)
@@ -151,7 +168,9 @@ class _OverAllRanks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         images, weight, mean, scale = ctx.saved_tensors
         gradient = ctx.kernels.to_layout(gradients[0])
-        sum_dy, sum_dy_xmu, of_weight, of_bias = ctx.kernels.reduce_gradient(gradient, images, mean, scale, weight)
+        sum_dy, sum_dy_xmu, of_weight, of_bias = ctx.kernels.reduce_gradient(
+            gradient, images, mean, scale, weight
+        )
         sums = torch.cat([sum_dy, sum_dy_xmu])
         distributed.all_reduce(sums)
         sum_dy, sum_dy_xmu = sums.chunk(2)
@@ -164,13 +183,16 @@ class _OverAllRanks(torch.autograd.Function):
 class GpuKernels:
     """Calls the kernels of torch.nn.SyncBatchNorm. All ranks have equally many samples.
 
-    In both classes `scale` is one over the standard deviation of a channel, `sum_dy` the sum of the gradient over all but
-    the channels, and `sum_dy_xmu` that of the gradient times the distance of the images from their mean."""
+    In both classes `scale` is one over the standard deviation of a channel, `sum_dy` the sum of the gradient
+    over all but the channels, and `sum_dy_xmu` that of the gradient times the distance of the images from
+    their mean."""
 
     @staticmethod
     def to_layout(images: torch.Tensor) -> torch.Tensor:
         """Return the images, or their gradient, in a memory layout that the kernels take."""
-        return images.contiguous(memory_format=torch.channels_last) if images.ndim == 4 else images.contiguous()
+        return (
+            images.contiguous(memory_format=torch.channels_last) if images.ndim == 4 else images.contiguous()
+        )
 
     @staticmethod
     def statistics(images: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -187,8 +209,10 @@ class GpuKernels:
         eps: float,
         momentum: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return (mean, scale) of all ranks from `means` and `scales` of each; update the running statistics, if any."""
-        dtype_source = means if running_mean is None else running_mean  # only its type is used: that of the counts
+        """Return (mean, scale) of all ranks from `means` and `scales` of each; update the running statistics,
+        if any."""
+        # only its type is used: that of the counts
+        dtype_source = means if running_mean is None else running_mean
         samples_of_a_rank = images.numel() // images.shape[1]
         counts = torch.full((len(means),), samples_of_a_rank, dtype=dtype_source.dtype, device=means.device)
         return torch.batch_norm_gather_stats_with_counts(
@@ -197,7 +221,12 @@ class GpuKernels:
 
     @staticmethod
     def normalise(
-        images: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], mean: Tensor, scale: Tensor, eps: float
+        images: Tensor,
+        weight: Optional[Tensor],
+        bias: Optional[Tensor],
+        mean: Tensor,
+        scale: Tensor,
+        eps: float,
     ) -> Tensor:
         return torch.batch_norm_elemt(images, weight, bias, mean, scale, eps)
 
@@ -207,7 +236,9 @@ class GpuKernels:
     ) -> tuple[Tensor, ...]:
         """Return (sum_dy, sum_dy_xmu, gradient of the weight, gradient of the bias) of this rank's images."""
         has_weight = weight is not None
-        return torch.batch_norm_backward_reduce(gradient, images, mean, scale, weight, True, has_weight, has_weight)
+        return torch.batch_norm_backward_reduce(
+            gradient, images, mean, scale, weight, True, has_weight, has_weight
+        )
 
     @staticmethod
     def gradient(
@@ -223,7 +254,9 @@ class GpuKernels:
         num_ranks = distributed.get_world_size()
         samples_of_a_rank = images.numel() // images.shape[1]
         counts = torch.full((num_ranks,), samples_of_a_rank, dtype=torch.int32, device=images.device)
-        return torch.batch_norm_backward_elemt(gradient, images, mean, scale, weight, sum_dy, sum_dy_xmu, counts)
+        return torch.batch_norm_backward_elemt(
+            gradient, images, mean, scale, weight, sum_dy, sum_dy_xmu, counts
+        )
 
 
 class CpuKernels:
@@ -235,7 +268,9 @@ class CpuKernels:
 
     @staticmethod
     def statistics(images: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        variance, mean = torch.var_mean(_at_least_float32(images), dim=_all_but_channels(images), correction=0)
+        variance, mean = torch.var_mean(
+            _at_least_float32(images), dim=_all_but_channels(images), correction=0
+        )
         return mean, (variance + eps).rsqrt()
 
     @staticmethod
@@ -258,7 +293,12 @@ class CpuKernels:
 
     @staticmethod
     def normalise(
-        images: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], mean: Tensor, scale: Tensor, eps: float
+        images: Tensor,
+        weight: Optional[Tensor],
+        bias: Optional[Tensor],
+        mean: Tensor,
+        scale: Tensor,
+        eps: float,
     ) -> Tensor:
         return nn.functional.batch_norm(images, mean, scale**-2 - eps, weight, bias, training=False, eps=eps)
 

@@ -1,7 +1,8 @@
 """The key-value store of a job, through which all ranks meet and form the process group.
 
-Rank 0 or torchrun's agent hosts it. torch's store accepts keys from anybody who reaches it (docs/security.md), so the store of
-rank 0 listens only on the address to which the other ranks connect, where that is possible.
+Rank 0 or torchrun's agent hosts it. torch's store accepts keys from anybody who reaches it
+(docs/security.md), so the store of rank 0 listens only on the address to which the other ranks connect, where
+that is possible.
 """
 
 import datetime
@@ -27,7 +28,8 @@ MISSING_KEY = "anyrank/missing"
 
 
 def open_store(world: World, seconds: float) -> Any:
-    """Return the store of this job, opened once per process; `seconds`: how long to wait for it, and then for a key."""
+    """Return the store of this job, opened once per process; `seconds`: how long to wait for it,
+    and then for a key."""
     if GROUP.store is None:
         GROUP.store = _open(world, seconds)
     GROUP.store.set_timeout(datetime.timedelta(seconds=seconds))
@@ -68,10 +70,14 @@ def _open(world: World, seconds: float) -> Any:
     is_host = world.rank == 0 and not has_agent
     listener = _listener(world) if is_host else None
     if world.rank and not has_agent:  # connect() says what it waits for, and torch does not
-        channel.connect(*host_and_port, seconds, lambda text: print(f"rank {world.rank}: {text}", flush=True)).close()
+        channel.connect(
+            *host_and_port, seconds, lambda text: print(f"rank {world.rank}: {text}", flush=True)
+        ).close()
     options: Any = {} if listener is None else {"master_listen_fd": listener.detach()}
     try:
-        tcp_store = distributed.TCPStore(*host_and_port, is_master=is_host, timeout=timeout, wait_for_workers=False, **options)
+        tcp_store = distributed.TCPStore(
+            *host_and_port, is_master=is_host, timeout=timeout, wait_for_workers=False, **options
+        )
     except RuntimeError as error:
         address = f"{world.master_addr}:{world.master_port}"
         raise UserError(
@@ -83,12 +89,17 @@ def _open(world: World, seconds: float) -> Any:
 
 
 def _listener(world: World) -> Optional[socket.socket]:
-    """Return a socket that listens at the master's address only; None if impossible: torch then listens at all addresses."""
+    """Return a socket that listens at the master's address only; None if impossible:
+    torch then listens at all addresses."""
     try:
         addresses = socket.getaddrinfo(world.master_addr, world.master_port, type=socket.SOCK_STREAM)
         family, *_, address = addresses[0]
-        if world.num_nodes > 1 and any(ipaddress.ip_address(candidate[0]).is_loopback for *_, candidate in addresses):
+        if world.num_nodes > 1 and any(
+            ipaddress.ip_address(candidate[0]).is_loopback for *_, candidate in addresses
+        ):
             return None
         return socket.create_server(address[:2], family=family, backlog=4096)
-    except OSError:  # a service's address, which no interface has; or, as torch will say, no address or a port that is taken
+    except OSError:
+        # a service's address, which no interface has; or, as torch will say, no address or a port that is
+        # taken
         return None

@@ -1,4 +1,7 @@
-"""The figures of a report as SVG in the colour of the surrounding text. The page has a table of the numbers below each."""
+"""The figures of a report as SVG in the colour of the surrounding text.
+
+The page has a table of the numbers below each.
+"""
 
 import io
 import re
@@ -7,22 +10,28 @@ from typing import Any, Optional
 
 from common import packages
 
-COLOURS = ("#3b82c4", "#d9822b", "#4c9f50", "#b5559e", "#8a6d3b", "#6d6ad1", "#2a9d9d", "#c44e52")  # on white and on black
+# on white and on black
+COLOURS = ("#3b82c4", "#d9822b", "#4c9f50", "#b5559e", "#8a6d3b", "#6d6ad1", "#2a9d9d", "#c44e52")
 MARKS = {"restart": ("#c44e52", "--"), "nodes": ("#8a6d3b", ":"), "best": ("#4c9f50", "-")}
 POINTS = 800  # about the most that are drawn of a line: a screen shows no more
-OMITTED_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}  # metadata that matplotlib leaves out
+# metadata that matplotlib leaves out
+OMITTED_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 Series = tuple[Sequence[float], Sequence[Optional[float]], dict]  # x, y, and how matplotlib draws the line
 
 
 def thinned(rows: Sequence, most: int = POINTS) -> list:
-    """Return every n-th row and the last one, so that about `most` remain; all rows if there are no more than that."""
+    """Return every n-th row and the last one, so that about `most` remain;
+    all rows if there are no more than that."""
     step = -(-len(rows) // most) or 1
     return [*rows[:-1:step], *rows[-1:]]
 
 
 def line_chart(name: str, series: Sequence[Series], marks: Sequence[tuple[str, float]] = ()) -> str:
-    """Return curves and, at `marks` [(kind, x)], vertical lines as SVG; empty without matplotlib. Its ids begin with `name`."""
+    """Return curves and, at `marks` [(kind, x)], vertical lines as SVG; empty without matplotlib.
+
+    Its ids begin with `name`.
+    """
     if not packages.is_available(packages.FIGURES):
         return ""
     from matplotlib.ticker import EngFormatter
@@ -42,7 +51,10 @@ def line_chart(name: str, series: Sequence[Series], marks: Sequence[tuple[str, f
 
 
 def bars(name: str, labels: Sequence[str], parts: Sequence[Sequence[float]]) -> str:
-    """Return stacked bars as SVG whose ids begin with `name`; `parts`: each colour's heights. Empty without matplotlib."""
+    """Return stacked bars as SVG whose ids begin with `name`; `parts`: each colour's heights.
+
+    Empty without matplotlib.
+    """
     if not packages.is_available(packages.FIGURES):
         return ""
     figure, axes = _new_figure()
@@ -70,14 +82,19 @@ def _new_figure() -> tuple[Any, Any]:
 
 
 def _svg(figure: Any, name: str) -> str:
-    """Return the figure as an <svg> element. Its ids begin with `name`, because a page has several figures."""
+    """Return the figure as an <svg> element.
+
+    Its ids begin with `name`, because a page has several figures.
+    """
     import matplotlib
 
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
         figure.savefig(buffer, format="svg", metadata=OMITTED_METADATA)
     text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(
+        r"<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL
+    )
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text).replace("#000000", "currentColor")
     return re.sub(r'(<svg[^>]*?) height="[^"]*"', r'\1 aria-hidden="true"', text)

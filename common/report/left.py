@@ -1,4 +1,7 @@
-"""Read the files that a run has left in its folder. A file may be missing, cut off, of an older version, or untrusted."""
+"""Read the files that a run has left in its folder.
+
+A file may be missing, cut off, of an older version, or untrusted.
+"""
 
 import collections
 import contextlib
@@ -20,7 +23,8 @@ LARGEST = 1 << 30  # bytes: a larger file is ignored
 LARGEST_UNJOINED = 1 << 23  # bytes: of a larger speed.jsonl, rows are joined
 SOURCES = ("from_bucket_mib", "from_bucket_first_mib", "on_disk_mib")  # where the data of a pack came from
 SUMMED = (
-    "images", "waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused", "waiting_for_storage", *SOURCES
+    "images", "waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused",
+    "waiting_for_storage", *SOURCES
 )  # fmt: skip
 NON_METRICS = {"epoch", "steps", "samples", "train_loss"}
 LARGEST_NUMBER = 1e11  # larger ones are dropped; as Unix time it is in the year 5138
@@ -52,19 +56,28 @@ class RunFiles:
     def read(cls, folder: str, name: Optional[str] = None) -> "RunFiles":
         """Read the files of the run in a folder; UserError if it has none. `name`: for the page."""
         if not any(os.path.exists(os.path.join(folder, file)) for file in FILES):
-            raise UserError(f"{one_line(name or folder)} holds no run: give the output folder of a job that has trained")
+            raise UserError(
+                f"{one_line(name or folder)} holds no run: give the output folder of a job that has trained"
+            )
         epochs, speed, journal, _, scores = (_lines(os.path.join(folder, file)) for file in FILES)
         epochs = [{key: row[key] for key in row if _is_number(row[key])} for row in epochs]
         speed = _joined_rows(
-            ({key: row[key] for key in row if _is_number(row[key])} for row in speed), os.path.join(folder, FILES[1])
+            ({key: row[key] for key in row if _is_number(row[key])} for row in speed),
+            os.path.join(folder, FILES[1]),
         )
-        journal = [{key: row[key] for key in row if key not in NUMERIC_FIELDS or _is_number(row[key])} for row in journal]
+        journal = [
+            {key: row[key] for key in row if key not in NUMERIC_FIELDS or _is_number(row[key])}
+            for row in journal
+        ]
         scores = next(scores, None)
         shown_name = one_line(name or os.path.basename(os.path.abspath(folder)))
         return cls(folder, shown_name, epochs, speed, journal, _scores_for_page(scores) if scores else {})
 
     def events(self, kind: str) -> list[dict]:
-        """Return the events of a kind. Repeats of "nodes" are left out, as several ranks may have recorded the same change."""
+        """Return the events of a kind.
+
+        Repeats of "nodes" are left out, as several ranks may have recorded the same change.
+        """
         rows = [row for row in self.journal if row.get("event") == kind]
         if kind == "nodes":
             return list({(str(row.get("text")), row.get("samples")): row for row in rows}.values())
@@ -82,7 +95,8 @@ class RunFiles:
         return end if end.get("time", 0) >= self.start.get("time", 0) else {}
 
     def training_rows(self) -> list[dict]:
-        """Return the rows of `speed`, without those of earlier starts past the sample from which a later start went on."""
+        """Return the rows of `speed`, without those of earlier starts past the sample from which a later
+        start went on."""
         kept_rows: list[dict] = []
         next_rows = collections.deque(self.speed)
         for start in self.events("start")[1:]:
@@ -94,13 +108,22 @@ class RunFiles:
 
     def metrics(self) -> list[str]:
         """Return the names of the evaluation's metrics, in the order in which the epochs have them."""
-        return [name for name in dict.fromkeys(name for row in self.epochs for name in row) if name not in NON_METRICS]
+        return [
+            name
+            for name in dict.fromkeys(name for row in self.epochs for name in row)
+            if name not in NON_METRICS
+        ]
 
     def best(self) -> tuple[str, dict]:
-        """Return the name of the metric that chooses the best epoch, and that epoch's row; both are empty if there is none."""
-        metric = next((name for name in (self.start.get("best_by"), "accuracy", "psnr") if name in self.metrics()), "")
+        """Return the name of the metric that chooses the best epoch, and that epoch's row;
+        both are empty if there is none."""
+        metric = next(
+            (name for name in (self.start.get("best_by"), "accuracy", "psnr") if name in self.metrics()), ""
+        )
         choose = min if self.start.get("best_is") == "lowest" else max
-        return metric, choose((row for row in self.epochs if metric in row), key=lambda row: row[metric], default={})
+        return metric, choose(
+            (row for row in self.epochs if metric in row), key=lambda row: row[metric], default={}
+        )
 
     def has_learnt(self) -> bool:
         """Return whether the best accuracy is above that of guessing; False if it is not known."""
@@ -109,25 +132,31 @@ class RunFiles:
         return sum(counts) > 0 and best > accuracy_by_chance(max(counts), sum(counts))
 
     def seconds(self) -> float:
-        """Return the seconds of all starts together, each from its beginning to the last row that is known of it."""
+        """Return the seconds of all starts together, each from its beginning to the last row that is known of
+        it."""
         begin_times = [row.get("time", 0) for row in self.events("start")]
         times = [row.get("time", 0) for row in self.journal + self.speed]
-        end_times = (max((time for time in times if time < until), default=0) for until in [*begin_times[1:], math.inf])
+        end_times = (
+            max((time for time in times if time < until), default=0) for until in [*begin_times[1:], math.inf]
+        )
         return sum(max(0, end - begin) for begin, end in zip(begin_times, end_times))
 
     def data(self) -> dict[str, list]:
-        """Return {"classes": [(class, pictures in training, in validation)], "left_out": [(reason, count, an example)]}; {} if
-        the run recorded none, or they are damaged."""
+        """Return {"classes": [(class, pictures in training, in validation)], "left_out": [(reason, count, an
+        example)]}; {} if the run recorded none, or they are damaged."""
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):  # the file may be damaged
             counts = self.start["data"]
             classes = [(one_line(name), int(train), int(val)) for name, train, val in counts["classes"]]
-            left_out = [(one_line(reason), int(count), one_line(name)) for reason, count, name in counts["left_out"]]
+            left_out = [
+                (one_line(reason), int(count), one_line(name)) for reason, count, name in counts["left_out"]
+            ]
             return {"classes": classes, "left_out": left_out}
         return {}
 
 
 def add_end(folder: str, since: float, reason: str) -> bool:
-    """Add to the journal that the run failed, if just one start began since `since` and has no end; return whether it did."""
+    """Add to the journal that the run failed, if just one start began since `since` and has no end;
+    return whether it did."""
     run = RunFiles.read(folder)
     starts = [row for row in run.events("start") if row.get("time", 0) >= since]
     if run.end or len(starts) != 1:  # it wrote its end, never began, or a later start has followed
@@ -150,10 +179,14 @@ def _scores_for_page(scores: dict) -> dict:
     with contextlib.suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):
         names = [one_line(str(row["class"])) for row in scores["classes"]]
         by_class = [
-            [int(row["samples"]), *(float(row[name]) for name in ("recall", "precision", "f1"))] for row in scores["classes"]
+            [int(row["samples"]), *(float(row[name]) for name in ("recall", "precision", "f1"))]
+            for row in scores["classes"]
         ]
         cells = [(int(true), int(predicted), int(count)) for true, predicted, count in scores["confusion"]]
-        if all(0 <= true < len(names) and 0 <= predicted < len(names) and 0 < times < 1e15 for true, predicted, times in cells):
+        if all(
+            0 <= true < len(names) and 0 <= predicted < len(names) and 0 < times < 1e15
+            for true, predicted, times in cells
+        ):
             mistakes = {
                 kind: [
                     {
@@ -166,12 +199,21 @@ def _scores_for_page(scores: dict) -> dict:
                 for kind, rows in scores["mistakes"].items()
             }
             epoch = int(scores.get("epoch") or 0)
-            return {"epoch": epoch, "names": names, "by_class": by_class, "cells": cells, "mistakes": mistakes}
+            return {
+                "epoch": epoch,
+                "names": names,
+                "by_class": by_class,
+                "cells": cells,
+                "mistakes": mistakes,
+            }
     return {}
 
 
 def _lines(path: str) -> Iterator[dict]:
-    """Yield the JSON objects in the lines of a file, and skip other lines. A missing or too large file yields nothing."""
+    """Yield the JSON objects in the lines of a file, and skip other lines.
+
+    A missing or too large file yields nothing.
+    """
     if not os.path.isfile(path) or os.path.getsize(path) > LARGEST:
         return
     with open(path, "rb") as file:
@@ -183,7 +225,8 @@ def _lines(path: str) -> Iterator[dict]:
 
 
 def _joined_rows(rows: Iterator[dict], path: str) -> list[dict]:
-    """Join neighbouring rows of an epoch if the file is large, to save memory: sum the values in SUMMED, else keep the last."""
+    """Join neighbouring rows of an epoch if the file is large, to save memory: sum the values in SUMMED,
+    else keep the last."""
     max_joined = os.path.getsize(path) // LARGEST_UNJOINED if os.path.exists(path) else 0
     joined = []
     num_joined = 0

@@ -20,7 +20,8 @@ from common.errors import UserError, count, one_line
 from common.report import figures, template
 from common.report.left import SOURCES, RunFiles
 
-MOST_COLUMNS = 30  # the most classes of a whole confusion matrix; of a larger one, so many confusions are listed
+# the most classes of a whole confusion matrix; of a larger one, so many confusions are listed
+MOST_COLUMNS = 30
 MANY = 10_000  # from so many pictures on, the accuracy is shown without a range
 MOST_BARS = 60
 MOST_ROWS = 1000
@@ -29,19 +30,21 @@ MOST_WARNINGS = 100
 # examples/mistakes.png (common/run/scores.py).
 SQUARE_SIDE = 64  # pixels of a square
 SQUARES_PER_ROW = 24  # squares in a row
-OMITTED_OPTIONS = ("--output_dir", "--train_url", "--resume", "--overwrite")  # left out of the command to train again
+# left out of the command to train again
+OMITTED_OPTIONS = ("--output_dir", "--train_url", "--resume", "--overwrite")
 WIDEST = 384  # the most pixels in the width or height of an embedded picture
 SAMPLES = ("Samples", "样本数")
 EPOCH = ("Epoch", "Epoch")
 # The phases in common/run/clock.py.
 PHASES = ("waiting_for_data", "transfer", "compute", "evaluation", "saving", "paused", "waiting_for_storage")
 WORDS = {
-    "waiting_for_data": ("waiting for data", "等待数据"), "transfer": ("transfer", "传输"), "compute": ("compute", "计算"),
-    "evaluation": ("evaluation", "评估"), "saving": ("saving", "保存"), "paused": ("paused", "暂停"),
-    "waiting_for_storage": ("waiting for a store or a disk", "等待存储"),
-    "train_loss": ("training loss", "训练损失"), "loss": ("validation loss", "验证损失"), "lr": ("learning rate", "学习率"),
-    "images_per_s": ("images a second", "每秒图像数"), "accuracy": ("accuracy", "准确率"),
-    "top5": ("top-5 accuracy", "top-5 准确率"), "balanced_accuracy": ("mean accuracy of the classes", "各类准确率的平均"),
+    "waiting_for_data": ("waiting for data", "等待数据"), "transfer": ("transfer", "传输"),
+    "compute": ("compute", "计算"), "evaluation": ("evaluation", "评估"), "saving": ("saving", "保存"),
+    "paused": ("paused", "暂停"), "waiting_for_storage": ("waiting for a store or a disk", "等待存储"),
+    "train_loss": ("training loss", "训练损失"), "loss": ("validation loss", "验证损失"),
+    "lr": ("learning rate", "学习率"), "images_per_s": ("images a second", "每秒图像数"),
+    "accuracy": ("accuracy", "准确率"), "top5": ("top-5 accuracy", "top-5 准确率"),
+    "balanced_accuracy": ("mean accuracy of the classes", "各类准确率的平均"),
 }  # fmt: skip
 
 
@@ -49,11 +52,12 @@ def of_one(run: RunFiles) -> str:
     """Return the page of one run as HTML; UserError without jinja2."""
     metric, best = run.best()
     return rendered(
-        template.ONE_RUN, run.name, run=run, outcome=outcome(run), marks=figures.MARKS, curves=list(_curves(run, best)),
-        events=list(_events(run, metric, best)), speed=list(_speed(run)), sources=_sources(run),
-        confusion=_confusion(run), classes=_classes(run),
-        galleries=list(_galleries(run)), restored=_examples(run), warnings=_warnings(run), options=option_rows(run),
-        machine=_machine(run), data=run.data(), mistakes=_mistakes(run), epoch=run.scores.get("epoch"), **_commands(run),
+        template.ONE_RUN, run.name, run=run, outcome=outcome(run), marks=figures.MARKS,
+        curves=list(_curves(run, best)), events=list(_events(run, metric, best)), speed=list(_speed(run)),
+        sources=_sources(run), confusion=_confusion(run), classes=_classes(run),
+        galleries=list(_galleries(run)), restored=_examples(run), warnings=_warnings(run),
+        options=option_rows(run), machine=_machine(run), data=run.data(), mistakes=_mistakes(run),
+        epoch=run.scores.get("epoch"), **_commands(run),
     )  # fmt: skip
 
 
@@ -69,7 +73,7 @@ def rendered(main: str, title: str, **values: Any) -> str:
     return page.render(title=title, version=VERSION, now=_time(time.time()), **parts, **values)
 
 
-# --- Words ------------------------------------------------------------------------------------------------------------------
+# --- Words --------------------------------------------------------------------------------------------------
 
 
 def outcome(run: RunFiles) -> dict[str, Any]:
@@ -81,8 +85,9 @@ def outcome(run: RunFiles) -> dict[str, Any]:
     last_time = max((row.get("time", 0) for row in run.journal + run.speed), default=0)
     return {
         "how": run.end.get("how"), "why": one_line(str(run.end.get("why")))[:300],
-        "last": _time(last_time) if last_time else None, "done": len(run.epochs), "epochs": run.start.get("epochs"),
-        "by": metric + suffix, "best": best, "ranks": run.start.get("ranks", 1), "value": f"{best[metric]:.4f}" if best else "",
+        "last": _time(last_time) if last_time else None, "done": len(run.epochs),
+        "epochs": run.start.get("epochs"), "by": metric + suffix, "best": best,
+        "ranks": run.start.get("ranks", 1), "value": f"{best[metric]:.4f}" if best else "",
         "range": _accuracy_interval(run, metric, best[metric]) if best else None,
         "file": file if os.path.exists(os.path.join(run.folder, file)) else None,
         "spent": str(datetime.timedelta(seconds=int(run.seconds()))),
@@ -91,7 +96,8 @@ def outcome(run: RunFiles) -> dict[str, Any]:
 
 
 def _accuracy_interval(run: RunFiles, metric: str, value: float) -> Optional[tuple[str, str, int]]:
-    """Return Wilson's 95 % interval of the accuracy, (low, high, images); None for another metric, no images, or MANY."""
+    """Return Wilson's 95 % interval of the accuracy, (low, high, images); None for another metric, no images,
+    or MANY."""
     samples = sum(row[0] for row in run.scores.get("by_class", ()))
     if metric != "accuracy" or not (0 < samples < MANY and 0 <= value <= 1):
         return None
@@ -109,7 +115,11 @@ def _events(run: RunFiles, metric: str, best: dict[str, Any]) -> Iterator[tuple[
     for row, text in sorted(rows, key=lambda pair: pair[0].get("time", 0))[-MOST_ROWS:]:
         yield _time(row.get("time", 0)), f"{row.get('samples', 0):,}", one_line(text)
     if best:
-        yield "", f"{best.get('samples', 0):,}", f"best {metric}: {best[metric]:.4f} in epoch {best.get('epoch')}"
+        yield (
+            "",
+            f"{best.get('samples', 0):,}",
+            f"best {metric}: {best[metric]:.4f} in epoch {best.get('epoch')}",
+        )
 
 
 def _start_text(index: int, row: dict[str, Any]) -> str:
@@ -132,7 +142,8 @@ def _warnings(run: RunFiles) -> list[tuple[str, int]]:
 
 
 def _commands(run: RunFiles) -> dict[str, Any]:
-    """Return the commands to go on, to train again elsewhere, and to export, each None if not possible; {} if none is known."""
+    """Return the commands to go on, to train again elsewhere, and to export, each None if not possible;
+    {} if none is known."""
     command = run.start.get("command")
     kept_words = []
     if not isinstance(command, str):
@@ -149,7 +160,9 @@ def _commands(run: RunFiles) -> dict[str, Any]:
     if run.end.get("how") == "finished":
         commands["go_on"] = None
     if kept_words:
-        commands["again"] = shlex.join([*kept_words, "--output_dir", f"output_dir/{run.start.get('job')}_again"])
+        commands["again"] = shlex.join(
+            [*kept_words, "--output_dir", f"output_dir/{run.start.get('job')}_again"]
+        )
     if run.scores:
         commands["use"] = run.start.get("use")
     return commands
@@ -164,12 +177,20 @@ def option_rows(run: RunFiles) -> list[tuple[str, str, str]]:
 
 
 def _machine(run: RunFiles) -> list[tuple[str, str]]:
-    tables = [table for table in (run.start.get("machine"), run.start.get("versions")) if isinstance(table, dict)]
-    tables.append({name: run.start[name] for name in ("platform", "nodes", "ranks", "global_batch") if name in run.start})
+    tables = [
+        table for table in (run.start.get("machine"), run.start.get("versions")) if isinstance(table, dict)
+    ]
+    tables.append(
+        {
+            name: run.start[name]
+            for name in ("platform", "nodes", "ranks", "global_batch")
+            if name in run.start
+        }
+    )
     return [(name.replace("_", " "), str(value)) for table in tables for name, value in table.items()]
 
 
-# --- Curves -----------------------------------------------------------------------------------------------------------------
+# --- Curves -------------------------------------------------------------------------------------------------
 
 
 def figure(name: str, title: tuple, legend: Sequence, heads: Sequence, rows: Sequence, svg: str) -> dict:
@@ -207,7 +228,13 @@ def _curves(run: RunFiles, best: dict) -> Iterator[dict]:
         series = []
         if panel[0] == "train_loss":
             line_style = {"color": figures.COLOURS[0], "alpha": 0.35, "linewidth": 1}
-            series = [([row.get("samples", 0) for row in log_rows], [row.get("loss") for row in log_rows], line_style)]
+            series = [
+                (
+                    [row.get("samples", 0) for row in log_rows],
+                    [row.get("loss") for row in log_rows],
+                    line_style,
+                )
+            ]
         for colour, name in zip(figures.COLOURS, curve_names):
             dot_style = {"color": colour, "marker": "o" if len(samples) <= 60 else "", "markersize": 3}
             series.append((samples, [row.get(name) for row in run.epochs], dot_style))
@@ -220,7 +247,14 @@ def _curves(run: RunFiles, best: dict) -> Iterator[dict]:
         ]
         heads = [EPOCH, SAMPLES, *map(words, curve_names)]
         title = ("Loss", "损失") if panel[0] == "train_loss" else words(panel[0])
-        yield figure(identifier(panel[0]), title, legend, heads, rows, figures.line_chart(identifier(panel[0]), series, marks))
+        yield figure(
+            identifier(panel[0]),
+            title,
+            legend,
+            heads,
+            rows,
+            figures.line_chart(identifier(panel[0]), series, marks),
+        )
     if log_rows:
         samples = [row.get("samples", 0) for row in log_rows]
         rates = [row["lr"] for row in log_rows]
@@ -230,12 +264,15 @@ def _curves(run: RunFiles, best: dict) -> Iterator[dict]:
 
 
 def _speed(run: RunFiles) -> Iterator[dict]:
-    """Yield two figures if there are rows: each phase's seconds by epoch or group of epochs, and images a second over time."""
+    """Yield two figures if there are rows: each phase's seconds by epoch or group of epochs,
+    and images a second over time."""
     phase_seconds: dict[str, dict[str, float]] = collections.defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
     epochs = sorted({int(row.get("epoch", 0)) for row in run.speed})
     size = -(-len(epochs) // MOST_BARS) or 1
     groups = [epochs[begin : begin + size] for begin in range(0, len(epochs), size)]
-    group_name = {epoch: f"{group[0]}-{group[-1]}" if size > 1 else f"{epoch}" for group in groups for epoch in group}
+    group_name = {
+        epoch: f"{group[0]}-{group[-1]}" if size > 1 else f"{epoch}" for group in groups for epoch in group
+    }
     for row in run.speed:
         for phase in PHASES:
             phase_seconds[group_name[int(row.get("epoch", 0))]][phase] += max(0.0, row.get(phase, 0.0))
@@ -244,15 +281,28 @@ def _speed(run: RunFiles) -> Iterator[dict]:
     phases = [phase for phase in PHASES if any(bar[phase] for bar in phase_seconds.values())]
     legend = [(colour, *words(phase)) for colour, phase in zip(figures.COLOURS, phases)]
     rows = [(name, *(f"{bar[phase]:.2f}" for phase in phases)) for name, bar in phase_seconds.items()]
-    svg = figures.bars("phases", list(phase_seconds), [[bar[phase] for bar in phase_seconds.values()] for phase in phases])
-    yield figure("phases", ("Seconds of each epoch", "每个 epoch 的秒数"), legend, [EPOCH, *map(words, phases)], rows, svg)
+    svg = figures.bars(
+        "phases", list(phase_seconds), [[bar[phase] for bar in phase_seconds.values()] for phase in phases]
+    )
+    yield figure(
+        "phases",
+        ("Seconds of each epoch", "每个 epoch 的秒数"),
+        legend,
+        [EPOCH, *map(words, phases)],
+        rows,
+        svg,
+    )
 
     rate_rows = [row for row in run.speed if "images_per_s" in row]
-    one_step = run.start.get("global_batch")  # rows of one step are left out: they include the wait for an epoch's first batch
+    # rows of one step are left out: they include the wait for an epoch's first batch
+    one_step = run.start.get("global_batch")
     rate_rows = [row for row in rate_rows if row.get("images") != one_step] or rate_rows
     minutes = [(row.get("time", 0) - run.speed[0].get("time", 0)) / 60 for row in rate_rows]
     rates = [row["images_per_s"] for row in rate_rows]
-    rows = [(f"{minute:.1f}", short(rate), row.get("peak_memory_mib")) for minute, rate, row in zip(minutes, rates, rate_rows)]
+    rows = [
+        (f"{minute:.1f}", short(rate), row.get("peak_memory_mib"))
+        for minute, rate, row in zip(minutes, rates, rate_rows)
+    ]
     heads = [("Minutes", "分钟"), words("images_per_s"), ("Peak memory, MiB", "内存峰值，MiB")]
     svg = figures.line_chart("rate", [(minutes, rates, {"color": figures.COLOURS[0]})])
     title = ("Images a second, over minutes", "每秒图像数（横轴：分钟）")
@@ -260,7 +310,8 @@ def _speed(run: RunFiles) -> Iterator[dict]:
 
 
 def _sources(run: RunFiles) -> list[tuple]:
-    """Return a row for each epoch in which data came: MiB from a bucket, those ahead of their shard, on the disk; seconds."""
+    """Return a row for each epoch in which data came: MiB from a bucket, those ahead of their shard,
+    on the disk; seconds."""
     totals = collections.defaultdict(lambda: [0.0] * 4)
     for row in run.speed:
         for column, name in enumerate((*SOURCES, "waiting_for_storage")):
@@ -273,11 +324,14 @@ def _sources(run: RunFiles) -> list[tuple]:
     return figures.thinned(rows, MOST_ROWS)
 
 
-# --- What it got wrong ------------------------------------------------------------------------------------------------------
+# --- What it got wrong --------------------------------------------------------------------------------------
 
 
 def _confusion(run: RunFiles) -> Optional[dict]:
-    """Return "names" and "rows" of the matrix or, if it is too large, the most frequent "pairs". None without scores."""
+    """Return "names" and "rows" of the matrix or, if it is too large, the most frequent "pairs".
+
+    None without scores.
+    """
     if not run.scores:
         return None
     class_names = run.scores["names"]
@@ -287,7 +341,9 @@ def _confusion(run: RunFiles) -> Optional[dict]:
         totals[true] += times
     class_ids = sorted({index for true, predicted, _ in cells for index in (true, predicted)})
     if len(class_ids) > MOST_COLUMNS:
-        confusions = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])[:MOST_COLUMNS]
+        confusions = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])[
+            :MOST_COLUMNS
+        ]
         return {
             "pairs": [
                 (class_names[true], class_names[predicted], times, f"{times / totals[true]:.1%}")
@@ -307,7 +363,10 @@ def _classes(run: RunFiles) -> list[tuple]:
     """Return a row for each class that has images, the lowest recall first."""
     rows = [row for row in zip(run.scores.get("names", ()), run.scores.get("by_class", ())) if row[1][0]]
     rows.sort(key=lambda row: row[1][1])
-    return [(name, samples, *(f"{fraction:.4f}" for fraction in fractions)) for name, (samples, *fractions) in rows]
+    return [
+        (name, samples, *(f"{fraction:.4f}" for fraction in fractions))
+        for name, (samples, *fractions) in rows
+    ]
 
 
 def _mistakes(run: RunFiles) -> list[tuple]:
@@ -321,18 +380,26 @@ def _galleries(run: RunFiles) -> Iterator[tuple]:
     shown_ids = set()
     for row, kind in enumerate(("worst", "surest")):
         shots = run.scores.get("mistakes", {}).get(kind, [])[:SQUARES_PER_ROW]
-        if {shot["id"] for shot in shots} <= shown_ids:  # none, or so few mistakes that it would repeat the gallery before
+        # none, or so few mistakes that it would repeat the gallery before
+        if {shot["id"] for shot in shots} <= shown_ids:
             return
         shown_ids |= {shot["id"] for shot in shots}
         boxes = [
             (column * SQUARE_SIDE, row * SQUARE_SIDE, (column + 1) * SQUARE_SIDE, (row + 1) * SQUARE_SIDE)
             for column in range(len(shots))
         ]
-        yield kind, [{**shot, "image": _encoded(sheet.crop(box)) if sheet else None} for shot, box in zip(shots, boxes)]
+        yield (
+            kind,
+            [
+                {**shot, "image": _encoded(sheet.crop(box)) if sheet else None}
+                for shot, box in zip(shots, boxes)
+            ],
+        )
 
 
 def _examples(run: RunFiles) -> Optional[dict]:
-    """Return the newest sheet of examples, cut into rows of three pictures; None if there is none that can be used."""
+    """Return the newest sheet of examples, cut into rows of three pictures;
+    None if there is none that can be used."""
     for event in reversed(run.events("picture")):
         name = os.path.basename(str(event.get("name")))
         num_rows = int(event.get("rows", 0))
@@ -342,7 +409,10 @@ def _examples(run: RunFiles) -> Optional[dict]:
         if fits and isinstance(columns, list) and len(columns) == 3:
             width = sheet.width // 3
             height = sheet.height // num_rows
-            boxes = [[(x * width, y * height, (x + 1) * width, (y + 1) * height) for x in range(3)] for y in range(num_rows)]
+            boxes = [
+                [(x * width, y * height, (x + 1) * width, (y + 1) * height) for x in range(3)]
+                for y in range(num_rows)
+            ]
             rows = [[_encoded(sheet.crop(box)) for box in row] for row in boxes]
             return {"name": name, "columns": [one_line(str(column)) for column in columns], "rows": rows}
     return None
@@ -354,7 +424,8 @@ def _picture(run: RunFiles, name: str) -> Any:
     try:
         with Image.open(os.path.join(run.folder, "examples", f"{name}.png")) as opened:
             return opened.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # there is none, or it is damaged
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        # there is none, or it is damaged
         return None
 
 
@@ -366,7 +437,7 @@ def _encoded(picture: Any) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
-# --- Forms ------------------------------------------------------------------------------------------------------------------
+# --- Forms --------------------------------------------------------------------------------------------------
 
 
 def identifier(name: str) -> str:
@@ -382,4 +453,6 @@ def short(value: object) -> str:
 
 
 def _time(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(max(0.0, seconds), datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return datetime.datetime.fromtimestamp(max(0.0, seconds), datetime.timezone.utc).strftime(
+        "%Y-%m-%d %H:%M:%S UTC"
+    )

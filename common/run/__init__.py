@@ -1,4 +1,5 @@
-"""The run of a job: it goes on where the last start stopped, shows progress, saves, and measures where the time goes."""
+"""The run of a job: it goes on where the last start stopped, shows progress, saves,
+and measures where the time goes."""
 
 from common.run import peers
 from common.run.losses import Scaler

@@ -1,4 +1,5 @@
-"""What is said about a run: in the manifest of a checkpoint, in the journal of a start, and as commands that go on from here.
+"""What is said about a run: in the manifest of a checkpoint, in the journal of a start,
+and as commands that go on from here.
 
 These facts are the command, options that are not at their defaults, the machine, and versions.
 """
@@ -29,7 +30,8 @@ from common.run.unsaved import Unsaved
 from common.secrets import HIDDEN, is_secret, mask
 
 LAUNCHER = "ANYRANK_LAUNCHER"  # the command of `python -m launch`, which sets it if it has started all nodes
-PLATFORM_OPTIONS = {"init_method", "rank", "world_size", "local_rank"}  # options that a platform adds on each node
+# options that a platform adds on each node
+PLATFORM_OPTIONS = {"init_method", "rank", "world_size", "local_rank"}
 
 
 class RunState(Protocol):
@@ -49,7 +51,12 @@ class RunState(Protocol):
 
 def versions() -> dict[str, str]:
     """Return the versions of this project, Python, torch and numpy."""
-    return {"anyrank": VERSION, "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+    return {
+        "anyrank": VERSION,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+    }
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -60,7 +67,12 @@ def machine(device: torch.device) -> dict[str, Any]:
     except (OSError, StopIteration):
         cpu = platform.machine()
     memory = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"device": devices.describe(device), "cpu": cpu, "cores": cores.count(), "memory_gib": round(memory / 2**30)}
+    return {
+        "device": devices.describe(device),
+        "cpu": cpu,
+        "cores": cores.count(),
+        "memory_gib": round(memory / 2**30),
+    }
 
 
 def restart_command(args: argparse.Namespace, words: list[str], omit: Collection[str] = ()) -> str:
@@ -83,14 +95,16 @@ def restart_command(args: argparse.Namespace, words: list[str], omit: Collection
             kept.append(mask(word))
     if launcher:
         return shlex.join(kept)
-    if "TORCHELASTIC_RUN_ID" not in os.environ or heartbeat.has_parent():  # our parent process sets it for its workers, too
+    # our parent process sets it for its workers, too
+    if "TORCHELASTIC_RUN_ID" not in os.environ or heartbeat.has_parent():
         return f"python {shlex.join(kept)}"
     nodes = f"--nnodes {args.world.num_nodes} " if args.world.num_nodes > 1 else ""
     return f"torchrun --nproc_per_node {args.world.local_world_size} {nodes}{shlex.join(kept)}"
 
 
 def export_command(folder: str) -> Optional[str]:
-    """Return the command that exports an output folder's best network for other programs; None in a bundle without launch/."""
+    """Return the command that exports an output folder's best network for other programs;
+    None in a bundle without launch/."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "launch").is_dir():
         return None
@@ -122,10 +136,23 @@ def manifest_of(run: RunState) -> dict[str, Any]:
 
 
 def code_version() -> dict[str, str]:
-    """Return {"commit": ...} of the job's code, with -dirty if files have changed since; {} if git knows none."""
+    """Return {"commit": ...} of the job's code, with -dirty if files have changed since;
+    {} if git knows none."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "-C", os.path.dirname(os.path.abspath(sys.argv[0])), "describe", "--always", "--dirty", "--exclude=*"]
-        return {"commit": subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()}
+        command = [
+            "git",
+            "-C",
+            os.path.dirname(os.path.abspath(sys.argv[0])),
+            "describe",
+            "--always",
+            "--dirty",
+            "--exclude=*",
+        ]
+        return {
+            "commit": subprocess.run(
+                command, capture_output=True, text=True, timeout=5, check=True
+            ).stdout.strip()
+        }
     return {}
 
 
@@ -142,7 +169,8 @@ def facts_of_this_start(run: RunState, goes_on_from: Optional[str]) -> dict[str,
     return {
         "run": run.saving.id,
         "goes_on_from": goes_on_from,
-        "branched": bool(goes_on_from) and args.resume not in ("auto", "never"),  # gone on from the --resume PATH of this start
+        # gone on from the --resume PATH of this start
+        "branched": bool(goes_on_from) and args.resume not in ("auto", "never"),
         **position.row(position.epoch),
         "consumed": position.consumed,
         "epochs": args.epochs,

@@ -1,8 +1,9 @@
 """The clock of a run: the seconds that this start has spent in each phase, its speed, and the time left.
 
-The host's clock measures all phases but the transfer to a GPU. The transfer overlaps the computation and is measured by the
-GPU's clock, so the phases of the training may add up to more than 100 %. Writing the log and files counts as saving. Neither
-saving nor a wait for a store or disk that does not answer (common/alive/patience.py) is part of the speed.
+The host's clock measures all phases but the transfer to a GPU. The transfer overlaps the computation and is
+measured by the GPU's clock, so the phases of the training may add up to more than 100 %. Writing the log and
+files counts as saving. Neither saving nor a wait for a store or disk that does not answer
+(common/alive/patience.py) is part of the speed.
 """
 
 import time
@@ -15,16 +16,18 @@ LINE_SECONDS = 5
 WARM_UP = 10  # steps that are slower than those to come
 TRAINING_PHASES = ("waiting_for_data", "transfer", "compute")
 PHASES = (*TRAINING_PHASES, "evaluation", "saving", "paused", "waiting_for_storage")
-# {phase of the heartbeat: phase of the clock}. The time of other phases of the heartbeat, as of the start, is not counted.
+# {phase of the heartbeat: phase of the clock}. The time of other phases of the heartbeat, as of the start, is
+# not counted.
 PHASE_OF_HEARTBEAT = {
-    "data": "waiting_for_data", "step": "compute", "evaluate": "evaluation", "save": "saving", "publish": "saving",
-    "join": "paused",
+    "data": "waiting_for_data", "step": "compute", "evaluate": "evaluation", "save": "saving",
+    "publish": "saving", "join": "paused",
 }  # fmt: skip
 
 
 class Clock:
     def __init__(self, line_every: Optional[int] = None, test_samples: int = 0):
-        """`line_every`: steps between lines of the log (unset: LINE_SECONDS); `test_samples`: samples of an evaluation."""
+        """`line_every`: steps between lines of the log (unset: LINE_SECONDS); `test_samples`:
+        samples of an evaluation."""
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._phase = ""
         self._last_read_at = time.monotonic()
@@ -35,11 +38,15 @@ class Clock:
         self._line_every = line_every
         self._test_samples = test_samples
         self._evaluations = 0
-        self._marks: list[tuple[int, float]] = []  # (samples, seconds of training) after each step of this start
+        # (samples, seconds of training) after each step of this start
+        self._marks: list[tuple[int, float]] = []
         self.begin_epoch()
 
     def enter(self, phase: str, steps: int) -> None:
-        """Begin a phase, and report it in the heartbeat, which a parent process reads. `steps`: steps of the run so far."""
+        """Begin a phase, and report it in the heartbeat, which a parent process reads.
+
+        `steps`: steps of the run so far.
+        """
         is_first_step = phase in heartbeat.STEP_PHASES and not self._marks
         self._pulse.set("compile" if is_first_step else phase, steps)
         self.read()
@@ -53,13 +60,16 @@ class Clock:
             self._seconds["waiting_for_data"] -= seconds
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each phase; "training" is the sum of the first three, without overlapping transfers."""
+        """Return the seconds of each phase; "training" is the sum of the first three,
+        without overlapping transfers."""
         now = time.monotonic()
         waited = self._pulse.waited_seconds()
         if self._phase:
             # A loader process that waits for storage while the rank computes delays nothing.
             storage = (
-                0.0 if self._phase == "compute" else max(0.0, min(waited - self._seconds_waited, now - self._last_read_at))
+                0.0
+                if self._phase == "compute"
+                else max(0.0, min(waited - self._seconds_waited, now - self._last_read_at))
             )
             self._seconds[self._phase] += now - self._last_read_at - storage
             self._seconds["waiting_for_storage"] += storage
@@ -85,7 +95,10 @@ class Clock:
         self._is_first_lap = False
 
     def count_step(self, samples: int, trained: int) -> bool:
-        """Count a step of `samples` samples; return whether a log line is due. `trained`: samples of this start so far."""
+        """Count a step of `samples` samples; return whether a log line is due.
+
+        `trained`: samples of this start so far.
+        """
         self._lap_images += samples
         self._lap_steps += 1
         training = self.read()["training"]
@@ -102,7 +115,8 @@ class Clock:
         return time.monotonic() - self._last_step_at
 
     def lap(self) -> dict[str, float]:
-        """Return the images per second and the fraction of each training phase since the last lap began; begin a new one."""
+        """Return the images per second and the fraction of each training phase since the last lap began;
+        begin a new one."""
         previous = self._lap_start
         images = self._lap_images
         self._begin_lap()
@@ -115,10 +129,12 @@ class Clock:
         self._evaluations += 1
 
     def seconds_left(self, samples: int, evaluations: int) -> Optional[float]:
-        """Estimate the time until the end of the run; None after the first step, which prepares what later steps use.
+        """Estimate the time until the end of the run; None after the first step,
+        which prepares what later steps use.
 
-        A sample is assumed to take as long as in the later half of this start, an evaluation with its save as long as on
-        average. Before the first evaluation, a test sample is assumed to take a third of a training sample: no backward pass.
+        A sample is assumed to take as long as in the later half of this start, an evaluation with its save as
+        long as on average. Before the first evaluation, a test sample is assumed to take a third of a
+        training sample: no backward pass.
         """
         samples_done, training = self._marks[-1]
         middle = next(mark for mark in self._marks if mark[0] >= samples_done / 2)
@@ -133,7 +149,8 @@ class Clock:
 
 
 def speed(begin: Mapping[str, float], end: Mapping[str, float], images: int) -> dict[str, float]:
-    """Return the images per second between two readings of a clock, and the fraction of each phase of the training."""
+    """Return the images per second between two readings of a clock,
+    and the fraction of each phase of the training."""
     training = max(end["training"] - begin["training"], 1e-9)
     fractions = {name: min(1.0, (end[name] - begin[name]) / training) for name in TRAINING_PHASES}
     return {"images_per_s": images / training, **fractions}

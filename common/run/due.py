@@ -9,7 +9,8 @@ from common.run.side_files import SideFiles
 
 
 class Due:
-    """Owns what the ranks have agreed to do, until the weights are updated; and whether this process evaluates."""
+    """Owns what the ranks have agreed to do, until the weights are updated;
+    and whether this process evaluates."""
 
     def __init__(self, args: argparse.Namespace, peers: Fixed, side_files: SideFiles):
         self.is_evaluating = False  # from the end of Run.steps() to Run.end_epoch()
@@ -37,8 +38,8 @@ class Due:
         STOPS.may_end = False
 
     def allow_stop(self, is_evaluating: bool = False) -> None:
-        """Let a stop signal end this process at once where that is safe: always with one rank; with several, on the one that
-        writes, in an evaluation. Between steps, several ranks first agree to stop."""
+        """Let a stop signal end this process at once where that is safe: always with one rank; with several,
+        on the one that writes, in an evaluation. Between steps, several ranks first agree to stop."""
         self.is_evaluating = is_evaluating
         STOPS.may_end = self._peers.size == 1 or (is_evaluating and self._side_files.writes)
 

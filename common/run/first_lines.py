@@ -18,17 +18,18 @@ from common.ranks.collectives import has_process_group
 from common.run.about import RunState
 from common.world import folders
 
-# Options whose changes between two starts of one run are listed in a warning; the new value counts from then on.
+# Options whose changes between two starts of one run are listed in a warning; the new value counts from then
+# on.
 CHANGEABLE = [
     "epochs", "lr", "schedule", "batch_size", "weight_decay", "label_smoothing", "augment", "amp_dtype",
-    "total_batch", "warmup", "end_lr", "momentum", "bn_weight_decay", "mixup", "cutmix", "clip_grad", "class_weights", "ema",
-    "image_size", "resize", "crop", "crop_scale", "interpolation", "augmentation", "random_erasing", "data_backend",
-    "lr_batch", "freeze_epochs", "sync_bn",
+    "total_batch", "warmup", "end_lr", "momentum", "bn_weight_decay", "mixup", "cutmix", "clip_grad",
+    "class_weights", "ema", "image_size", "resize", "crop", "crop_scale", "interpolation", "augmentation",
+    "random_erasing", "data_backend", "lr_batch", "freeze_epochs", "sync_bn",
 ]  # fmt: skip
 
 COMPILE_ADVICE = (
-    "advice: --compile true is faster on a GPU, after first steps that take a minute: on an H100, ResNet-50 in bfloat16 had "
-    "1.44 times the images a second"
+    "advice: --compile true is faster on a GPU, after first steps that take a minute: on an H100, ResNet-50 "
+    "in bfloat16 had 1.44 times the images a second"
 )
 
 
@@ -52,11 +53,17 @@ def _unused_file_warnings(args: argparse.Namespace, checkpoint: object) -> Itera
             and parsed.ending == "pt"
             and (manifest := names.of_checkpoint(parsed.samples, "json", parsed.start)) not in files
         ):
-            yield f"warning: {name} in {args.checkpoint_dir} has no manifest ({manifest}), so it is no checkpoint"
+            yield (
+                f"warning: {name} in {args.checkpoint_dir} has no manifest ({manifest}), so it is no "
+                "checkpoint"
+            )
     weights = [name for name in weights if name.endswith(".pth") and names.epoch_of(name) is not None]
     if weights and not checkpoint:
         shown = ", ".join(weights[:3])
-        yield f"warning: {args.output_dir} has weights ({shown}) but no checkpoint: the run begins at its first step"
+        yield (
+            f"warning: {args.output_dir} has weights ({shown}) but no checkpoint: the run begins at its "
+            "first step"
+        )
 
 
 def _course(run: RunState) -> str:
@@ -74,16 +81,22 @@ def _course(run: RunState) -> str:
         source = ""
     samples = f"{sampler.num_samples} training samples{classes}{source}"
     return (
-        f"{count(args.epochs, 'epoch')} of {count(steps, 'step')}, {samples}; results in {args.output_url or args.output_dir}"
+        f"{count(args.epochs, 'epoch')} of {count(steps, 'step')}, {samples}; results in "
+        f"{args.output_url or args.output_dir}"
     )
 
 
-def _changed_data_warning(saved_digests: Mapping[str, str], current_digests: Mapping[str, str]) -> Iterator[str]:
+def _changed_data_warning(
+    saved_digests: Mapping[str, str], current_digests: Mapping[str, str]
+) -> Iterator[str]:
     """Yield a warning if a digest of the data set differs from that in the checkpoint."""
-    if any(saved_digests[name] != current_digests[name] for name in saved_digests.keys() & current_digests.keys()):
+    if any(
+        saved_digests[name] != current_digests[name] for name in saved_digests.keys() & current_digests.keys()
+    ):
         yield (
-            "warning: these are not the samples that the run was trained on before, though as many: it goes on with them; give "
-            "--data_url with those of before to go on with them, or --resume never --overwrite true to begin anew"
+            "warning: these are not the samples that the run was trained on before, though as many: it goes "
+            "on with them; give --data_url with those of before to go on with them, or --resume never "
+            "--overwrite true to begin anew"
         )
 
 
@@ -93,7 +106,11 @@ def _resumed_run_lines(run: RunState, checkpoint: Checkpoint) -> Iterator[str]:
     _, manifest, path = checkpoint
     changed = changes(manifest["arguments"], vars(args))
     named_options = {text.split()[0] for text in changed}
-    changed += [f"{name} {change}" for name, change in run.parts.changed.items() if name.split()[0] not in named_options]
+    changed += [
+        f"{name} {change}"
+        for name, change in run.parts.changed.items()
+        if name.split()[0] not in named_options
+    ]
     if changed:
         yield f"warning: going on with other settings than before: {', '.join(changed)}"
     within = f"epoch {run.position.epoch + 1}, after {run.position.consumed} of its samples"
@@ -103,7 +120,10 @@ def _resumed_run_lines(run: RunState, checkpoint: Checkpoint) -> Iterator[str]:
     yield _course(run)
     factor = arguments.growth(args, run.sampler.global_batch)
     if not has_process_group() and factor != 1:
-        yield f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr accordingly"
+        yield (
+            f"warning: the run's learning rate was scaled by {factor:g} for its global batch: give --lr "
+            "accordingly"
+        )
 
 
 def of_run(run: RunState, checkpoint: Optional[Checkpoint], attempt: Optional[Attempt]) -> Iterator[str]:
@@ -112,8 +132,9 @@ def of_run(run: RunState, checkpoint: Optional[Checkpoint], attempt: Optional[At
     world = run.args.world
     global_batch = run.sampler.global_batch
     yield (
-        f"{args.job}: anyrank {VERSION}, {devices.describe(run.device)}, rank {run.peers.rank} of {run.peers.size}, "
-        f"platform {world.platform} ({world.rule}), torch {torch.__version__}, global batch {global_batch}"
+        f"{args.job}: anyrank {VERSION}, {devices.describe(run.device)}, rank {run.peers.rank} of "
+        f"{run.peers.size}, platform {world.platform} ({world.rule}), torch {torch.__version__}, global "
+        f"batch {global_batch}"
     )
     if checkpoint:
         yield from _resumed_run_lines(run, checkpoint)
@@ -123,8 +144,8 @@ def of_run(run: RunState, checkpoint: Optional[Checkpoint], attempt: Optional[At
     start_number = os.environ.get("MA_SCHEDULE_CNT", "")
     if not checkpoint and start_number.isdigit() and int(start_number) > 1:
         yield (
-            f"warning: this is start {start_number} of the job, and its output folder has no checkpoint: for ModelArts to "
-            "bring it back, Predownload of the Output has to be Yes"
+            f"warning: this is start {start_number} of the job, and its output folder has no checkpoint: for "
+            "ModelArts to bring it back, Predownload of the Output has to be Yes"
         )
     if reason := folders.why_results_would_be_lost(args, os.environ):
         yield f"warning: {reason}; declare an output there, or everything is lost with this container"
@@ -140,17 +161,21 @@ def of_run(run: RunState, checkpoint: Optional[Checkpoint], attempt: Optional[At
     groups = [group for optimizer in run.parts.optimizers().values() for group in optimizer.param_groups]
     schedules = [*run.parts.schedules(), *filter(is_schedule, run.unsaved.ignored)]
     if any("initial_lr" in group for group in groups) and not schedules:
-        yield "warning: the schedule of the learning rate is not saved: give it to Run, too: scheduler=scheduler"
+        yield (
+            "warning: the schedule of the learning rate is not saved: give it to Run, too: "
+            "scheduler=scheduler"
+        )
     yield from _left_out_samples(run, is_resumed=bool(checkpoint))
-    if attempt and attempt.died_twice_in:  # (epoch, samples before it) of the step in which the last two starts died
+    # (epoch, samples before it) of the step in which the last two starts died
+    if attempt and attempt.died_twice_in:
         epoch, consumed = attempt.died_twice_in
         place = f"in epoch {epoch + 1} after {consumed} samples"
         ids = run.sampler.step_ids(epoch, consumed).tolist()
         yield f"warning: the last two starts both died in one step, {place}; its sample ids are {ids}"
     elif attempt and attempt.previous_start_died:
         yield (
-            "the start before this one did not end as it should: if its log has no error: line, it was killed, mostly for want "
-            "of memory: lower --workers or --batch_size"
+            "the start before this one did not end as it should: if its log has no error: line, it was "
+            "killed, mostly for want of memory: lower --workers or --batch_size"
         )
     if checkpoint:
         yield from _time_left(run)
@@ -172,19 +197,26 @@ def _left_out_samples(run: RunState, is_resumed: bool) -> Iterator[str]:
         parts_of_a_step = max(run.peers.size, getattr(run.sampler, "shares", 1))
         advice = ""
         if not is_resumed:
-            advice = _advice_on_batch(samples, global_batch, parts_of_a_step, vars(run.args).get("batch_size"))
+            advice = _advice_on_batch(
+                samples, global_batch, parts_of_a_step, vars(run.args).get("batch_size")
+            )
         yield (
-            f"{samples % global_batch} of {samples} samples, others each epoch, do not fill a global batch and are left "
-            f"out{advice}"
+            f"{samples % global_batch} of {samples} samples, others each epoch, do not fill a global batch "
+            f"and are left out{advice}"
         )
 
 
 def _advice_on_batch(samples: int, global_batch: int, parts: int, batch_size: Optional[int]) -> str:
-    """Return the end of a line: a smaller global batch, but not half as small, with which no sample is left out.
+    """Return the end of a line: a smaller global batch, but not half as small,
+    with which no sample is left out.
 
     `batch_size`: the option, of a process or of all; None if the job has none.
     """
-    sizes = [size for size in range(global_batch, global_batch // 2, -1) if samples % size == 0 and size % parts == 0]
+    sizes = [
+        size
+        for size in range(global_batch, global_batch // 2, -1)
+        if samples % size == 0 and size % parts == 0
+    ]
     if not sizes:
         return ""
     if batch_size == global_batch:

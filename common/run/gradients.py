@@ -1,8 +1,10 @@
-"""The gradients that a checkpoint has to hold: all but those that the loop discards before the next step uses them.
+"""The gradients that a checkpoint has to hold: all but those that the loop discards before the next step uses
+them.
 
-Most loops discard the gradients of a step before they compute the next ones. Others accumulate them over several steps, keep
-them, or zero them in place, which is not the same as None to an optimizer. What a loop does with the gradient of each weight is
-seen in the first steps of a start; until it is known, the gradient is saved.
+Most loops discard the gradients of a step before they compute the next ones. Others accumulate them over
+several steps, keep them, or zero them in place, which is not the same as None to an optimizer. What a loop
+does with the gradient of each weight is seen in the first steps of a start; until it is known, the gradient
+is saved.
 """
 
 import functools
@@ -22,19 +24,24 @@ Saved = dict[str, Any]  # {name of a weight: its gradient, a tensor, or the part
 
 
 class Gradients:
-    """Decides which gradients a checkpoint holds, and whether a save should wait for a step after which it holds fewer."""
+    """Decides which gradients a checkpoint holds, and whether a save should wait for a step after which it
+    holds fewer."""
 
     def __init__(self, weights: Mapping[str, torch.nn.Parameter], optimizers: Mapping[str, Optimizer]):
         """`weights`: those of all networks that the run saves. `optimizers`: all of the run's."""
         self._weights = weights
         self._optimizers = optimizers
         self._discarded = Discarded(weights, optimizers)
-        self._accumulating: set[str] = set()  # optimizers that have got gradients in a step without stepping in it
+        # optimizers that have got gradients in a step without stepping in it
+        self._accumulating: set[str] = set()
         self._stepped: set[str] = set()  # optimizers that have stepped in this step of the run
-        self._expected_to_step = set(optimizers)  # those worth waiting for; some step in ways of their own, which nobody sees
-        self._versions = {name: self._versions_of(name) for name in optimizers}  # of the gradients, after the step before
+        # those worth waiting for; some step in ways of their own, which nobody sees
+        self._expected_to_step = set(optimizers)
+        # of the gradients, after the step before
+        self._versions = {name: self._versions_of(name) for name in optimizers}
         self._steps_waited = 0
-        self._fewest = float("inf")  # elements of accumulated gradients after any step, since this was set anew
+        # elements of accumulated gradients after any step, since this was set anew
+        self._fewest = float("inf")
         self._stepped_meanwhile: set[str] = set()  # optimizers that have stepped since that was set anew
         self._gradients_of_other_ranks: list[Saved] = []  # on rank 0, if they are not the same as its own
         self._is_collected = False  # whether the line above is up to date
@@ -71,26 +78,34 @@ class Gradients:
         self._stepped_meanwhile.add(name)
 
     def _may_have_new_gradients(self, name: str) -> bool:
-        """Whether an optimizer has got gradients in this step. Those of a single optimizer are not compared, to save time."""
+        """Whether an optimizer has got gradients in this step.
+
+        Those of a single optimizer are not compared, to save time.
+        """
         if len(self._optimizers) > 1:
             return self._versions_of(name) != self._versions[name]
         return any(weight.grad is not None for weight in weights_of(self._optimizers[name]))
 
     def _versions_of(self, name: str) -> list[tuple[Any, int]]:
-        """Return references to an optimizer's gradients, and their versions, which differ later if it has got new ones."""
+        """Return references to an optimizer's gradients, and their versions,
+        which differ later if it has got new ones."""
         gradients = [weight.grad for weight in weights_of(self._optimizers[name])]
         return [(IdentityRef(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
     def _accumulated_weights(self) -> set[torch.Tensor]:
         return {
-            weight for name in self._accumulating for weight in weights_of(self._optimizers[name]) if weight.grad is not None
+            weight
+            for name in self._accumulating
+            for weight in weights_of(self._optimizers[name])
+            if weight.grad is not None
         }
 
     def should_wait(self) -> bool:
-        """Return whether a save or a stop should wait for a later step, after which fewer gradients are accumulated.
+        """Return whether a save or a stop should wait for a later step,
+        after which fewer gradients are accumulated.
 
-        It has to be called once after each step, as it counts them: after MOST_WAITED, it waits no longer, and no longer
-        expects those optimizers to step that have not."""
+        It has to be called once after each step, as it counts them: after MOST_WAITED, it waits no longer,
+        and no longer expects those optimizers to step that have not."""
         some_never_step = not self._accumulating <= self._expected_to_step
         if some_never_step:
             return False
@@ -108,7 +123,8 @@ class Gradients:
         return True
 
     def _give_up_waiting(self) -> None:
-        """No longer expect the optimizers to step that have not stepped meanwhile, and look anew for the fewest gradients."""
+        """No longer expect the optimizers to step that have not stepped meanwhile,
+        and look anew for the fewest gradients."""
         have_not_stepped = self._accumulating - self._stepped_meanwhile
         self._expected_to_step -= have_not_stepped
         self._steps_waited = 0
@@ -132,8 +148,10 @@ class Gradients:
     # --- What a checkpoint holds ---
 
     def collect(self) -> None:
-        """Bring the gradients of the other ranks to rank 0 if they are not the same, as under no_sync(). All ranks call it
-        before a save. Further calls do nothing until invalidate_collected(), so rank 0 may save alone in an evaluation."""
+        """Bring the gradients of the other ranks to rank 0 if they are not the same, as under no_sync().
+
+        All ranks call it before a save. Further calls do nothing until invalidate_collected(), so rank 0 may
+        save alone in an evaluation."""
         if not self._is_collected and collectives.rank_and_size()[1] > 1:
             from common.ranks import differing
 
@@ -166,14 +184,18 @@ class Gradients:
         gradients = of_this_rank([state.get("gradients", {}), *state.get("gradients_of_other_ranks", [])])
         for name, weight in self._weights.items():
             weight.grad = from_storable(gradients[name], weight.device) if name in gradients else None
-        accumulating = state.get("gradients_accumulating", self._optimizers if gradients else ())  # 0.3.0 did not save it
+        # 0.3.0 did not save it
+        accumulating = state.get("gradients_accumulating", self._optimizers if gradients else ())
         self._accumulating = self._optimizers.keys() & set(accumulating)
         self._discarded.names = self._weights.keys() - set(state.get("gradients_kept", self._weights))
         self._versions = {name: self._versions_of(name) for name in self._optimizers}
 
 
 class Discarded:
-    """Sees which weights' gradients a loop discards before it uses them again. Its hooks of weights end after some uses."""
+    """Sees which weights' gradients a loop discards before it uses them again.
+
+    Its hooks of weights end after some uses.
+    """
 
     def __init__(self, weights: Mapping[str, torch.nn.Parameter], optimizers: Mapping[str, Optimizer]):
         self.names: set[str] = set()  # of these weights
@@ -183,7 +205,8 @@ class Discarded:
         self._seen: set[str] = set()  # weights of which this start has seen a use
         self._hooks: dict[str, Any] = {}
         self._got_gradient: set[str] = set()  # weights that have got a gradient in this step
-        self._unused: set[str] = set()  # weights with a gradient of an earlier step that this step has not used so far
+        # weights with a gradient of an earlier step that this step has not used so far
+        self._unused: set[str] = set()
         for optimizer in optimizers.values():
             optimizer.register_step_pre_hook(self._before_optimizer_step)
 
@@ -200,8 +223,8 @@ class Discarded:
             self._note_use(name)
 
     def _before_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Hook, called before an optimizer steps, which uses the old gradients of weights that have got no new ones, unless
-        it has a closure that discards them."""
+        """Hook, called before an optimizer steps, which uses the old gradients of weights that have got no
+        new ones, unless it has a closure that discards them."""
         if self._unused:
             for weight in weights_of(optimizer):
                 name = self._name_of.get(weight, "")
@@ -209,7 +232,10 @@ class Discarded:
                     self._note_use(name)
 
     def _note_use(self, name: str) -> None:
-        """Note whether the old gradient of this weight is still there. If it was there once, it is one that the loop keeps."""
+        """Note whether the old gradient of this weight is still there.
+
+        If it was there once, it is one that the loop keeps.
+        """
         is_kept = self._weights[name].grad is not None
         self._unused.discard(name)
         if is_kept:
@@ -222,8 +248,10 @@ class Discarded:
         self._seen.add(name)
 
     def begin_step(self, accumulated: Set[torch.Tensor]) -> None:
-        """Choose the gradients to watch: old ones that their optimizer has already applied. Remove the hooks that have seen
-        enough. `accumulated`: weights whose old gradient their optimizer still has to apply."""
+        """Choose the gradients to watch: old ones that their optimizer has already applied.
+
+        Remove the hooks that have seen enough. `accumulated`: weights whose old gradient their optimizer
+        still has to apply."""
         self._unused.clear()
         for name in list(self._hooks):
             weight = self._weights[name]
@@ -237,7 +265,8 @@ class Discarded:
 
 
 class IdentityRef(weakref.ref):
-    """A weak reference, equal to another one only while both refer to the same object: equal tensors are not the same."""
+    """A weak reference, equal to another one only while both refer to the same object:
+    equal tensors are not the same."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, IdentityRef) and self() is not None and self() is other()
@@ -277,6 +306,8 @@ def of_this_rank(per_rank: Sequence[Saved]) -> Saved:
         return per_rank[rank]
     means: Saved = {}
     for name in {name for gradients in per_rank for name in gradients}:
-        present = [from_storable(gradients[name], torch.device("cpu")) for gradients in per_rank if name in gradients]
+        present = [
+            from_storable(gradients[name], torch.device("cpu")) for gradients in per_rank if name in gradients
+        ]
         means[name] = to_storable(sum(present[1:], start=present[0]) / len(per_rank))
     return means

@@ -1,4 +1,5 @@
-"""The mean loss of an epoch over all ranks, the same after any restart; the first loss that is not a number; loss scaling.
+"""The mean loss of an epoch over all ranks, the same after any restart; the first loss that is not a number;
+loss scaling.
 
 The sum is in float64, and so exact in any order. Nothing here waits for the GPU in every step.
 """
@@ -24,7 +25,10 @@ class UncheckedLosses:
             self._are_finite.start_copy(_are_finite(losses).all())
 
     def check(self, lr: float, last_good: Callable[[], str]) -> None:
-        """Raise TrainingFailed if a loss is not finite. `lr`: the option; `last_good()`: what to go on from."""
+        """Raise TrainingFailed if a loss is not finite.
+
+        `lr`: the option; `last_good()`: what to go on from.
+        """
         first_bad = self.first_bad()
         if first_bad:
             step, loss, ids = first_bad
@@ -60,12 +64,16 @@ class Losses:
     def add(self, loss: torch.Tensor, step: int, ids: torch.Tensor) -> None:
         """Add this rank's loss of a step. `ids`: of its samples, to name them if the loss is not finite."""
         self._sum += loss
-        self._count += self._world_size  # one loss of each rank, also when a restart changes the number of ranks
+        # one loss of each rank, also when a restart changes the number of ranks
+        self._count += self._world_size
         self._is_reduced = False
         self._unchecked.append((step, loss, ids))
 
     def check(self, lr: float, last_good: Callable[[], str]) -> None:
-        """Raise TrainingFailed if a loss since the last call is not finite. It is called seldom, as it waits for the GPU."""
+        """Raise TrainingFailed if a loss since the last call is not finite.
+
+        It is called seldom, as it waits for the GPU.
+        """
         all_unchecked = [*self._handed_over, self._take()]
         self._handed_over = []
         for unchecked in all_unchecked:
@@ -85,14 +93,18 @@ class Losses:
         return UncheckedLosses(losses, self._device)
 
     def all_reduce(self) -> None:
-        """Add up all ranks' sums on rank 0, unless no loss was added since the last call; the other ranks' sums become 0."""
+        """Add up all ranks' sums on rank 0, unless no loss was added since the last call;
+        the other ranks' sums become 0."""
         if self._world_size > 1 and not self._is_reduced:
             (total,) = reduce([self._sum.item()], "SUM")
             self._sum.fill_(total if self._rank == 0 else 0.0)
         self._is_reduced = True
 
     def close_epoch(self) -> float:
-        """Return the mean loss of the epoch, and begin the next epoch. Call all_reduce() first; only rank 0's mean is right."""
+        """Return the mean loss of the epoch, and begin the next epoch.
+
+        Call all_reduce() first; only rank 0's mean is right.
+        """
         mean = (self._sum / self._count).item()
         self._sum.zero_()
         self._count = 0
@@ -108,8 +120,10 @@ class Losses:
 
 
 class Scaler(devices.grad_scaler()):
-    """torch's GradScaler, by which small float16 gradients do not vanish. It also counts the steps that it skips because
-    gradients overflowed, on the device: only reading the count waits for the device."""
+    """torch's GradScaler, by which small float16 gradients do not vanish.
+
+    It also counts the steps that it skips because gradients overflowed, on the device: only reading the count
+    waits for the device."""
 
     def __init__(self, device: str, enabled: bool = True, **options: Any):
         super().__init__(device, enabled=enabled, **options)

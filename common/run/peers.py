@@ -1,6 +1,7 @@
 """The peers of a rank: the ranks that train together, and what they agree on.
 
-Each rank has its own clock and its own signals, so the ranks take the maximum of their values, about twice a second.
+Each rank has its own clock and its own signals, so the ranks take the maximum of their values, about twice a
+second.
 """
 
 import argparse
@@ -53,7 +54,9 @@ class Agreement:
         """Set `requests` after a step; several ranks have none between two exchanges, by `maximum`."""
         now = time.monotonic()
         hours_are_over = self._max_hours is not None and now - self._began_at >= self._max_hours * 3600
-        own_requests = Requests(int(STOPS.noted), int(hours_are_over), int(now - self._saved_at >= self._save_seconds))
+        own_requests = Requests(
+            int(STOPS.noted), int(hours_are_over), int(now - self._saved_at >= self._save_seconds)
+        )
         if maximum is None:
             self.requests = own_requests
             return
@@ -70,10 +73,12 @@ class Agreement:
 
 
 class Fixed:
-    """The ranks of the process group, or this process alone, which never change; common/elastic/peers.py has ranks that do."""
+    """The ranks of the process group, or this process alone, which never change;
+    common/elastic/peers.py has ranks that do."""
 
     each_has_a_ledger = True
-    requested_signal: Optional[Callable[[], int]] = None  # whether a stop signal is meant for the run; None: each one is
+    # whether a stop signal is meant for the run; None: each one is
+    requested_signal: Optional[Callable[[], int]] = None
 
     def __init__(self, args: argparse.Namespace):
         if not collectives.has_process_group():
@@ -84,7 +89,9 @@ class Fixed:
         self.agreement = Agreement(args.max_hours, args.save_seconds)
         self._order_is_fixed = False  # in which DistributedDataParallel adds the gradients
 
-    def find(self, find_on_rank_0: Callable[[], Optional[restore.Checkpoint]], identity: dict) -> Optional[restore.Checkpoint]:
+    def find(
+        self, find_on_rank_0: Callable[[], Optional[restore.Checkpoint]], identity: dict
+    ) -> Optional[restore.Checkpoint]:
         """Return find_on_rank_0() of rank 0 on all ranks. UserError if the ranks differ in `identity`."""
         if self.size > 1:
             collectives.require_equal(identity)
@@ -108,10 +115,14 @@ class Fixed:
         return bool(collectives.reduce([value], "MIN")[0]) if self.size > 1 else value
 
     def regroup(self) -> None:
-        """Do nothing, as these ranks never change. In an elastic job, form the group again after ranks have changed."""
+        """Do nothing, as these ranks never change.
+
+        In an elastic job, form the group again after ranks have changed.
+        """
 
     def samples_of_step(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the sample ids of a step that this rank's ledger records: here `ids`, the ids of this rank's own batch."""
+        """Return the sample ids of a step that this rank's ledger records: here `ids`,
+        the ids of this rank's own batch."""
         return ids
 
     def note_step(self) -> None:

@@ -1,4 +1,7 @@
-"""How much of a run is left, and which option ends it; and what its evaluations have given. The same on every rank."""
+"""How much of a run is left, and which option ends it; and what its evaluations have given.
+
+The same on every rank.
+"""
 
 import argparse
 import dataclasses
@@ -36,7 +39,8 @@ class Plan:
     args: argparse.Namespace
     sampler: Sampler
     patience: Optional[int] = None  # epochs without a better one, after which the run ends
-    resumed_at: Optional[Position] = None  # the position at which this start has resumed; None until Run.resume()
+    # the position at which this start has resumed; None until Run.resume()
+    resumed_at: Optional[Position] = None
 
     @property
     def start_position(self) -> Position:
@@ -46,14 +50,19 @@ class Plan:
         return self.resumed_at
 
     def limit(self, position: Position) -> Optional[str]:
-        """Return what ends the run at this position, in words for the log, such as "--epochs 90"; None if it goes on."""
+        """Return what ends the run at this position, in words for the log, such as "--epochs 90";
+        None if it goes on."""
         if position.epoch >= self.args.epochs:
             return f"--epochs {self.args.epochs}"
         if self.steps_used_up(position):
             return f"--max_steps {self.args.max_steps}"
         if self._epochs_used_up(position):
             return f"--run_epochs {self.args.run_epochs}"
-        if self.patience is not None and position.best is not None and position.epoch - position.best["epoch"] >= self.patience:
+        if (
+            self.patience is not None
+            and position.best is not None
+            and position.epoch - position.best["epoch"] >= self.patience
+        ):
             return "the present --early_stopping_patience"
         return None
 
@@ -62,15 +71,22 @@ class Plan:
         return self.args.max_steps is not None and position.total_steps >= self.args.max_steps
 
     def _epochs_used_up(self, position: Position) -> bool:
-        return self.args.run_epochs is not None and position.epoch - self.start_position.epoch >= self.args.run_epochs
+        return (
+            self.args.run_epochs is not None
+            and position.epoch - self.start_position.epoch >= self.args.run_epochs
+        )
 
     def is_cut_short(self, position: Position) -> bool:
         """Whether --max_steps or --run_epochs is used up before all --epochs are done."""
-        return position.epoch < self.args.epochs and (self.steps_used_up(position) or self._epochs_used_up(position))
+        return position.epoch < self.args.epochs and (
+            self.steps_used_up(position) or self._epochs_used_up(position)
+        )
 
     def is_finished(self, position: Position) -> bool:
         """Whether the run is done, so that another start with the same options has nothing to do."""
-        return bool(self.limit(position)) and not (self._epochs_used_up(position) and position.epoch < self.args.epochs)
+        return bool(self.limit(position)) and not (
+            self._epochs_used_up(position) and position.epoch < self.args.epochs
+        )
 
     def epoch_is_over(self, position: Position) -> bool:
         """Whether all steps of the current epoch are done."""
@@ -98,16 +114,21 @@ class Plan:
 
     def step_of_the_epoch(self, position: Position) -> tuple[int, int]:
         """Return (steps done in the current epoch, steps of a whole epoch)."""
-        return position.consumed // self.sampler.global_batch, self.sampler.samples_per_epoch // self.sampler.global_batch
+        return (
+            position.consumed // self.sampler.global_batch,
+            self.sampler.samples_per_epoch // self.sampler.global_batch,
+        )
 
 
 class Results:
     def __init__(self, best_by: str, best_is: Optional[str] = None):
-        """`best_by`: the metric that decides. `best_is`: "highest" (also if unset) or "lowest"; required for a loss."""
+        """`best_by`: the metric that decides.
+
+        `best_is`: "highest" (also if unset) or "lowest"; required for a loss.
+        """
         if best_is is None and re.search("(loss|error|mae|mse)$", best_by):
-            raise UserError(
-                f'Run(best_by="{best_by}") does not say which value is better: give best_is="lowest" or best_is="highest"'
-            )
+            choices = 'give best_is="lowest" or best_is="highest"'
+            raise UserError(f'Run(best_by="{best_by}") does not say which value is better: {choices}')
         if best_is not in (None, "highest", "lowest"):
             raise UserError(f'Run(best_is={best_is!r}): give "highest" or "lowest"')
         self.best_by = best_by
@@ -115,10 +136,14 @@ class Results:
         self.history: list[dict[str, Any]] = []
 
     def warning_of_best_by(self, metrics: Mapping[str, float]) -> Optional[str]:
-        """Return a warning after the first epoch of a run if its metrics lack the one that chooses the best epoch."""
+        """Return a warning after the first epoch of a run if its metrics lack the one that chooses the best
+        epoch."""
         if self.history or not metrics or self.best_by in metrics:
             return None
-        return f"warning: no epoch is the best so far: best_by is {self.best_by}, and end_epoch() gives {', '.join(metrics)}"
+        return (
+            f"warning: no epoch is the best so far: best_by is {self.best_by}, and end_epoch() gives "
+            f"{', '.join(metrics)}"
+        )
 
     def close_epoch(self, position: Position, train_loss: float, metrics: Mapping[str, float]) -> Position:
         """Add a row for the epoch that ends at `position`; return the position after the epoch."""
@@ -135,7 +160,9 @@ class Results:
         else:
             is_better = score > best
         if is_better:
-            return position.after_epoch({"epoch": epoch, "samples_seen": position.samples_seen, self.best_by: score})
+            return position.after_epoch(
+                {"epoch": epoch, "samples_seen": position.samples_seen, self.best_by: score}
+            )
         return position.after_epoch(position.best)
 
     def comparison(self, position: Position) -> str:
@@ -159,4 +186,7 @@ class Results:
             return ""
         adjective = "lowest" if self.best_is == "lowest" else "best"
         file_note = f" ({weights_file})" if weights_file else ""
-        return f"{adjective} {self.best_by} {position.best[self.best_by]:.4f} in epoch {position.best['epoch']}{file_note}. "
+        return (
+            f"{adjective} {self.best_by} {position.best[self.best_by]:.4f} in epoch "
+            f"{position.best['epoch']}{file_note}. "
+        )

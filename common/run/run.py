@@ -1,18 +1,19 @@
-"""The run of a job: it goes on where the last start stopped, shows progress, saves when due, and stops when told to.
+"""The run of a job: it goes on where the last start stopped, shows progress, saves when due,
+and stops when told to.
 
-    run = Run(args, train_sampler, model, optimizer=optimizer)      # and anything else that has a state_dict
-    run.resume()                                                    # restores what was named, from the newest checkpoint
+    run = Run(args, train_sampler, model, optimizer=optimizer)  # and anything else that has a state_dict
+    run.resume()                                                # restores them from the newest checkpoint
     for epoch in run.epochs():
         for images, labels in run.steps(train_loader):
-            ...                                                     # the training step, in full
+            ...                                                 # the training step, in full
             run.step(loss)
         run.end_epoch(accuracy=...)
 
-A checkpoint is made when the loop asks for its next batch or epoch, so it includes what the lines after run.step() and
-run.end_epoch() have changed; where gradients are accumulated over several steps, it is made after the update. Samples count as
-consumed after the step that used them. The random numbers of a step are a function of (seed, samples seen, rank), so the state
-of no generator is saved. In a trial (--prof, --find_max_batch) steps are taken, but no checkpoint is read and no file
-is written.
+A checkpoint is made when the loop asks for its next batch or epoch, so it includes what the lines after
+run.step() and run.end_epoch() have changed; where gradients are accumulated over several steps, it is made
+after the update. Samples count as consumed after the step that used them. The random numbers of a step are a
+function of (seed, samples seen, rank), so the state of no generator is saved. In a trial (--prof,
+--find_max_batch) steps are taken, but no checkpoint is read and no file is written.
 """
 
 import argparse
@@ -54,11 +55,15 @@ if TYPE_CHECKING:
     from common.run.timing import Profile
 
 NOT_APPLIED_WARNING = (
-    "warning: the last gradients of the epoch that was resumed in its middle were not applied in it, unlike those of others, "
-    "so the restart has changed the weights: ask run.updates(every=...) when to update them, and do not count batches"
+    "warning: the last gradients of the epoch that was resumed in its middle were not applied in it, unlike "
+    "those of others, so the restart has changed the weights: ask run.updates(every=...) when to update "
+    "them, and do not count batches"
 )
 NO_BATCH = object()  # in place of a batch, where there is none
-UNCHANGED_WARNING = "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit it?"
+UNCHANGED_WARNING = (
+    "warning: no weight of the network has changed in this epoch: does optimizer.step() run, and --lr suit "
+    "it?"
+)
 
 
 class TrainLoader(Protocol):
@@ -93,13 +98,16 @@ class Run:
         unsaved: Sequence[object] = (),
         **saved: Any,
     ):
-        """`data_set`: what is trained on; a restart compares its `classes` and its `digest()`, if it has them, with those of
-        before. `classes`: the names of the outputs, if they are not those of data_set.classes.
+        """`data_set`: what is trained on; a restart compares its `classes` and its `digest()`, if it has
+        them, with those of before. `classes`: the names of the outputs, if they are not those of
+        data_set.classes.
         `test_samples`: samples of an evaluation, to estimate its time.
-        `best_by`: the metric by which the best checkpoint is kept; `best_is`: "highest" (unset), or "lowest", as for a loss.
-        `patience`: the run ends after this many epochs without a better one. `prof`: measure this many steps, then end.
-        `saved`: other objects with a state_dict, saved under these names. `unsaved`: what is trained and meant to begin anew in
-        each start, so that no warning names it."""
+        `best_by`: the metric by which the best checkpoint is kept; `best_is`: "highest" (unset), or "lowest",
+        as for a loss.
+        `patience`: the run ends after this many epochs without a better one. `prof`: measure this many steps,
+        then end.
+        `saved`: other objects with a state_dict, saved under these names. `unsaved`: what is trained and
+        meant to begin anew in each start, so that no warning names it."""
         moments.begin_run()
         self.args = args
         self.sampler = sampler
@@ -113,14 +121,18 @@ class Run:
         self.clock = Clock(args.print_freq, test_samples)
         self.trial = _trial(args, prof, sampler, self.device, self.clock)
         self.peers: Fixed = (REPLACED.peers or Fixed)(args)
-        self.side_files = SideFiles(args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial)
+        self.side_files = SideFiles(
+            args.output_dir, self.peers.shows, writes=self.peers.shows and not self.trial
+        )
         self.due = Due(args, self.peers, self.side_files)
         self.losses = Losses(self.device, self.peers.rank, self.peers.size)
         self.gradients = Gradients({}, {})  # of no weights before resume()
         self.saving = Saving(args, classes, self.say, data_set)
         self.evidence = Evidence(args, self.say, self.saving.last_good)
         self.unsaved = Unsaved(lambda: [self.model, *self.parts.by_name.values()], unsaved, self.say)
-        self._observers = Observers(args, self.device, self.side_files, self.peers.may_write and not self.trial)
+        self._observers = Observers(
+            args, self.device, self.side_files, self.peers.may_write and not self.trial
+        )
         self._ended_epoch_is_complete: Optional[bool] = None  # None: no ended epoch waits for its checkpoint
 
     @property
@@ -158,41 +170,53 @@ class Run:
 
     @property
     def global_batch(self) -> int:
-        """Samples of all ranks in one step. A resumed run keeps the number if --batch_size and --total_batch are unchanged."""
+        """Samples of all ranks in one step.
+
+        A resumed run keeps the number if --batch_size and --total_batch are unchanged.
+        """
         self._require_resumed("run.global_batch")
         return self.sampler.global_batch
 
     @property
     def progress(self) -> float:
-        """Fraction of the samples of all --epochs seen at the middle of the coming step, to schedule the learning rate."""
+        """Fraction of the samples of all --epochs seen at the middle of the coming step,
+        to schedule the learning rate."""
         self._require_resumed("run.progress")
         return self.plan.progress(self.position)
 
     def updates(self, every: int) -> bool:
-        """Whether to update the weights in this step, if gradients are accumulated over `every` batches: in each `every`-th
-        step of an epoch, and in its last one. The same after a restart in the middle of an epoch. Ask it before run.step()."""
+        """Whether to update the weights in this step, if gradients are accumulated over `every` batches: in
+        each `every`-th step of an epoch, and in its last one. The same after a restart in the middle of an
+        epoch. Ask it before run.step()."""
         if every < 1:
             raise ValueError(f"run.updates(every={every}): give the number of batches, 1 or more")
         if self.shares:
             raise RuntimeError(
-                "run.updates() is not for exact training, whose steps discard the gradients: give a larger batch"
+                "run.updates() is not for exact training, whose steps discard the gradients: give a "
+                "larger batch"
             )
         next_position = self.position.after_step(self.global_batch)
-        return next_position.consumed // self.global_batch % every == 0 or self.plan.epoch_is_over(next_position)
+        return next_position.consumed // self.global_batch % every == 0 or self.plan.epoch_is_over(
+            next_position
+        )
 
     @property
     def goes_on(self) -> bool:
-        """Whether this start goes on with a run that had begun; also true in a trial, which skips what only a new run does."""
+        """Whether this start goes on with a run that had begun; also true in a trial,
+        which skips what only a new run does."""
         self._require_resumed("run.goes_on")
         return self.saving.goes_on or self.plan.start_position.total_steps > 0 or self.trial is not None
 
     def _require_resumed(self, name: str) -> None:
         if self.plan.resumed_at is None:
-            raise RuntimeError(f"{name} was used before run.resume(): call that first, after the last run.register()")
+            raise RuntimeError(
+                f"{name} was used before run.resume(): call that first, after the last run.register()"
+            )
 
     @property
     def shares(self) -> Any:
-        """The exact.Shares of an exact job, whose mean() returns the loss of all ranks for step(); None in other jobs."""
+        """The exact.Shares of an exact job, whose mean() returns the loss of all ranks for step();
+        None in other jobs."""
         return self.parts.by_name.get("shares")
 
     @property
@@ -218,11 +242,13 @@ class Run:
     # --- From here to the end: the course of a run ---
 
     def resume(self) -> None:
-        """Restore the checkpoint to go on from, if any, and let stop signals save and end the run. A trial (--prof,
-        --find_max_batch) does neither.
+        """Restore the checkpoint to go on from, if any, and let stop signals save and end the run.
+
+        A trial (--prof, --find_max_batch) does neither.
 
         Call it after the last run.register(), on every rank."""
-        moments.announce("run", self.args, self.unsaved.unsaved_parts)  # before all else: the doctor ends the process here
+        # before all else: the doctor ends the process here
+        moments.announce("run", self.args, self.unsaved.unsaved_parts)
         self._prepare_parts()
         resumed_from = None if self.trial else self.peers.find(self.saving.find, self.saving.identity)
         if resumed_from:
@@ -261,7 +287,9 @@ class Run:
         restore.create_momentum_buffers(self.parts.by_name.get("optimizer"))
         if self.shares:  # whose loss of a step is that of all ranks
             self.losses = Losses(self.device, 0, 1)
-        self.saving.identity = restore.identity(self.args, self.sampler.num_samples, self.parts, self.saving.classes)
+        self.saving.identity = restore.identity(
+            self.args, self.sampler.num_samples, self.parts, self.saving.classes
+        )
         if self.peers.may_write and not self.trial:
             self.saving.note_data_digests()
         self.parts.note_initial_options()
@@ -271,7 +299,9 @@ class Run:
     def _require_sharded_sampler(self) -> None:
         own_shares = len(getattr(self.sampler, "own_shares", ()))  # parts of a step that this rank takes
         if self.peers.size > 1 and own_shares == getattr(self.sampler, "shares", None):
-            raise RuntimeError("all ranks would train on the same samples: call sampler.shard(rank, world_size) before Run()")
+            raise RuntimeError(
+                "all ranks would train on the same samples: call sampler.shard(rank, world_size) before Run()"
+            )
 
     def _require_saveable(self) -> None:
         state = self.state()
@@ -294,11 +324,13 @@ class Run:
         self.notify(Observer.began, about=about)
 
     def epochs(self) -> Iterator[int]:
-        """Yield the number of each epoch that is left, from 0; the first may be one that an earlier start has begun.
+        """Yield the number of each epoch that is left, from 0;
+        the first may be one that an earlier start has begun.
 
-        In each, go through run.steps() and then call run.end_epoch(), once. What the job changes outside of the steps, such as
-        a schedule that steps once an epoch, belongs before run.end_epoch() or after it; the lines before run.steps() run again
-        in a start that goes on within the epoch. The checkpoint of an epoch is made when the next one is asked for."""
+        In each, go through run.steps() and then call run.end_epoch(), once. What the job changes outside of
+        the steps, such as a schedule that steps once an epoch, belongs before run.end_epoch() or after it;
+        the lines before run.steps() run again in a start that goes on within the epoch. The checkpoint of an
+        epoch is made when the next one is asked for."""
         self._require_resumed("run.epochs()")
         self._listen_for_stops()  # once more, in a notebook, whose cells end with the signals as they were
         if limit := self.plan.limit(self.position):
@@ -315,9 +347,13 @@ class Run:
             norms = norms_of_weights(self.model) if has_steps and self.side_files.shows else []
             yield epoch_start.epoch
             if has_steps and self.position.total_steps == epoch_start.total_steps:
-                raise RuntimeError("an epoch without a step: the loop over run.epochs() has to go through run.steps(loader)")
+                raise RuntimeError(
+                    "an epoch without a step: the loop over run.epochs() has to go through run.steps(loader)"
+                )
             if self.due.is_evaluating:
-                raise RuntimeError("the loop over run.epochs() has to call run.end_epoch() once, after run.steps()")
+                raise RuntimeError(
+                    "the loop over run.epochs() has to call run.end_epoch() once, after run.steps()"
+                )
             self._save_epoch()
             if norms and norms == norms_of_weights(self.model):
                 self.say(UNCHANGED_WARNING)
@@ -325,18 +361,20 @@ class Run:
         self._close(outcome, self.plan.limit(self.position))
 
     def steps(self, loader: TrainLoader) -> Iterator[Any]:
-        """Yield the batches of this epoch that are left, on the device. Take a training step with each, and call run.step(loss)
-        once after it, on every rank.
+        """Yield the batches of this epoch that are left, on the device.
 
-        Before each batch the random generators are seeded, and when the next one is asked for, a checkpoint may be made: what a
-        step changes and a later one needs has to be in the network or in what Run() was given. With exact.Shares, it yields
-        this rank's shares of a batch, and run.step(loss) follows the last of them."""
+        Take a training step with each, and call run.step(loss) once after it, on every rank.
+
+        Before each batch the random generators are seeded, and when the next one is asked for, a checkpoint
+        may be made: what a step changes and a later one needs has to be in the network or in what Run() was
+        given. With exact.Shares, it yields this rank's shares of a batch, and run.step(loss) follows the last
+        of them."""
         self._require_resumed("run.steps()")
         if not hasattr(loader, "transfer_seconds"):
             raise TypeError(
-                f"run.steps() was given a {type(loader).__name__}, which does not say which samples it gives, so a restart "
-                "would repeat some: give it SampleLoader(data_set, train_sampler, device) of datasets.loader, which takes "
-                "any data set and a collate_fn (docs/your_script.md)"
+                f"run.steps() was given a {type(loader).__name__}, which does not say which samples it "
+                "gives, so a restart would repeat some: give it SampleLoader(data_set, train_sampler, "
+                "device) of datasets.loader, which takes any data set and a collate_fn (docs/your_script.md)"
             )
         if self.parts.restored and self.position.consumed:
             self._restore_again(*self.parts.restored)
@@ -363,21 +401,24 @@ class Run:
                 seed_step(self.args.seed, self.position.samples_seen, self.peers.rank)
                 yield batch
             if self.position.total_steps != steps_before + 1:
-                raise RuntimeError("the loop over run.steps() has to call run.step(loss) once for every batch")
+                raise RuntimeError(
+                    "the loop over run.steps() has to call run.step(loss) once for every batch"
+                )
             if not self.trial:
                 self._save_or_stop_if_due()
         self._end_steps()
 
     def _restore_again(self, state: dict[str, Any], manifest: dict[str, Any], path: str) -> None:
-        """Restore the parts again: the lines before run.steps() may have changed them, e.g. given weights to an optimizer."""
+        """Restore the parts again: the lines before run.steps() may have changed them,
+        e.g. given weights to an optimizer."""
         self.parts.restore(state, manifest, path, within_epoch=False)
         self.gradients.load_state_dict(state["run"])
         self._keep_global_batch(manifest)
 
     def _too_few_batches_error(self) -> RuntimeError:
         return RuntimeError(
-            f"the loader ended after {self.position.consumed} of the {self.sampler.samples_per_epoch} samples of this epoch: "
-            "give it every batch of the sampler that Run() was given"
+            f"the loader ended after {self.position.consumed} of the {self.sampler.samples_per_epoch} "
+            "samples of this epoch: give it every batch of the sampler that Run() was given"
         )
 
     def _begin_step(self, loader: TrainLoader) -> None:
@@ -402,20 +443,28 @@ class Run:
         self.enter("evaluate")
         self.notify(Observer.evaluation_began)
 
-    # The order of a step is a contract: if one of these fails, the run ends before those below it (test_step.py).
+    # The order of a step is a contract: if one of these fails, the run ends before those below it
+    # (test_step.py).
     #   1. the ledger of this rank has the samples of the step
     #   2. the step counts: the position moves, the loss is added; if a line is due, the losses are looked at
     #   3. the observers are told; one that fails is dropped, and the run goes on
     #      ... the loop asks for its next batch ...
     #   4. the ranks agree on what is due
-    #   5. the state is saved in the background, if all losses are numbers; the next save reports an error of this one;
-    #      after the last step of an epoch the save comes after end_epoch(), which has the results of the evaluation
+    #   5. the state is saved in the background, if all losses are numbers; the next save reports an error of
+    # this one;
+    #      after the last step of an epoch the save comes after end_epoch(), which has the results of the
+    # evaluation
     #   6. the run stops if told to, after it has been saved
     def step(self, loss: torch.Tensor) -> None:
-        """Count and report the step just taken; the last one of a trial exits. A due save or stop comes with the next batch."""
+        """Count and report the step just taken; the last one of a trial exits.
+
+        A due save or stop comes with the next batch.
+        """
         loss = loss.detach()
         ids = self.sample_ids
-        self.evidence.note_step_counts(self.position.epoch, self.position.consumed, self.peers.samples_of_step(ids))
+        self.evidence.note_step_counts(
+            self.position.epoch, self.position.consumed, self.peers.samples_of_step(ids)
+        )
         self.position = self.position.after_step(self.sampler.global_batch)
         self.losses.add(loss, self.position.total_steps, ids)
         self.gradients.end_step()
@@ -448,7 +497,9 @@ class Run:
         if steps_of_this_start > STEPS_WATCHED:
             self.unsaved.warn_of_changes("a line of the log")
         self._check_losses()
-        seconds_left = self.clock.seconds_left(self.plan.samples_left(self.position), self.plan.evaluations_left(self.position))
+        seconds_left = self.clock.seconds_left(
+            self.plan.samples_left(self.position), self.plan.evaluations_left(self.position)
+        )
         speed = self.clock.lap()
         self.enter("start" if steps_of_this_start == 1 else "save")
         self.notify(
@@ -462,7 +513,8 @@ class Run:
         self.enter("step")
 
     def _skipped_steps(self) -> int:
-        """Return how many steps were skipped because their gradients overflowed; 0 if the run saves no Scaler."""
+        """Return how many steps were skipped because their gradients overflowed;
+        0 if the run saves no Scaler."""
         scaler = self.parts.by_name.get("scaler")
         return scaler.skipped() if isinstance(scaler, Scaler) else 0
 
@@ -479,10 +531,14 @@ class Run:
             self.stop(f"--max_hours {self.args.max_hours} is over", 0)
 
     def end_epoch(self, scores: Optional[Scores] = None, /, **metrics: float) -> None:
-        """Show an epoch's metrics, and its `scores` in the report; count it unless --max_steps cut it short. The checkpoint
-        is made when the loop asks for the next epoch. Every rank calls it, once, after run.steps()."""
+        """Show an epoch's metrics, and its `scores` in the report; count it unless --max_steps cut it short.
+
+        The checkpoint is made when the loop asks for the next epoch. Every rank calls it, once, after
+        run.steps()."""
         if not self.due.is_evaluating and not self.position.consumed:
-            raise RuntimeError("run.end_epoch() was called without a step since the last call: once, after run.steps()")
+            raise RuntimeError(
+                "run.end_epoch() was called without a step since the last call: once, after run.steps()"
+            )
         self.due.end_evaluation()
         self.gradients.invalidate_collected()  # lines between run.steps() and here may have computed others
         self._check_losses()
@@ -493,14 +549,18 @@ class Run:
             self.position = self.results.close_epoch(self.position, self.losses.close_epoch(), metrics)
             self.clock.count_evaluation()
         self.notify(
-            Observer.epoch_ended, is_complete=is_complete, metrics=metrics, scores=scores, skipped=self._skipped_steps()
+            Observer.epoch_ended,
+            is_complete=is_complete,
+            metrics=metrics,
+            scores=scores,
+            skipped=self._skipped_steps(),
         )
         self._ended_epoch_is_complete = is_complete
         seed_step(self.args.seed, self.position.epoch, TAIL)
 
     def _save_ended_epoch(self) -> None:
-        """Save the last epoch if the loop over run.epochs() was left at its end, which a notebook may enter again. Wait for it,
-        or for the save before: an error of that is raised."""
+        """Save the last epoch if the loop over run.epochs() was left at its end, which a notebook may enter
+        again. Wait for it, or for the save before: an error of that is raised."""
         if self._ended_epoch_is_complete is not None:
             self._save_epoch()
         if self.saving.is_writing:
@@ -508,7 +568,8 @@ class Run:
         self.saving.wait()
 
     def _finish_after_break(self, code: object) -> None:
-        """Save the last epoch if the job, which ends with this exit code, has left its loop over run.epochs()."""
+        """Save the last epoch if the job, which ends with this exit code,
+        has left its loop over run.epochs()."""
         if code:  # it is not known whether what belongs to the epoch is complete
             self._ended_epoch_is_complete = None
             self.saving.forgive_pending()
@@ -533,14 +594,18 @@ class Run:
         self.notify(Observer.saved, is_complete=is_complete)
 
     def together(self, work: Callable, *arguments: object) -> Any:
-        """Return `work(*arguments)`, in which every rank takes part. An elastic job repeats it if ranks change meanwhile."""
+        """Return `work(*arguments)`, in which every rank takes part.
+
+        An elastic job repeats it if ranks change meanwhile.
+        """
         return self.peers.together(work, *arguments)
 
     # --- Saving and restoring ---
 
     def load(self, state: dict[str, Any], manifest: dict[str, Any], path: str) -> None:
         """Restore the run from a checkpoint: its state and manifest. `path`: its name in messages."""
-        # In an elastic job, a rank that has resumed already has the parameter groups that the job has added in this epoch.
+        # In an elastic job, a rank that has resumed already has the parameter groups that the job has added
+        # in this epoch.
         has_no_groups_of_epoch = self.plan.resumed_at is None and manifest["consumed"] > 0
         self.parts.restore(state, manifest, path, within_epoch=has_no_groups_of_epoch)
         self.gradients.load_state_dict(state["run"])
@@ -557,11 +622,13 @@ class Run:
             self.sampler.set_global_batch(manifest["global_batch"])
 
     def save(self, weights_of_epoch: Optional[int] = None) -> None:
-        """Write a checkpoint in the background. Every rank calls it, as each has gradients and losses of its own; one of them
-        writes. In a trial, and with --checkpoints false, none does.
+        """Write a checkpoint in the background.
 
-        A position that is saved already is not saved again, unless `weights_of_epoch` is given, the number of an epoch whose
-        weights go to a file of their own, too."""
+        Every rank calls it, as each has gradients and losses of its own; one of them writes. In a trial, and
+        with --checkpoints false, none does.
+
+        A position that is saved already is not saved again, unless `weights_of_epoch` is given, the number of
+        an epoch whose weights go to a file of their own, too."""
         if not self._losses_can_wait():
             self._check_losses()
         self._gather()
@@ -571,7 +638,8 @@ class Run:
 
     def _write_checkpoint(self, weights_of_epoch: Optional[int]) -> None:
         """Begin to write a checkpoint, if one is to be written: see save()."""
-        self.saving.require_not_taken_over()  # also without checkpoints, as the folder has other files of the run
+        # also without checkpoints, as the folder has other files of the run
+        self.saving.require_not_taken_over()
         is_saved_already = self.position == self.saving.saved_at and not weights_of_epoch
         if is_saved_already or not self.args.checkpoints:
             return
@@ -592,8 +660,8 @@ class Run:
             raise
 
     def _losses_can_wait(self) -> bool:
-        """Whether a save leaves it to the thread that writes to look at the losses, so that a GPU's queue does not run empty.
-        Of several ranks all have to raise the error in the same save."""
+        """Whether a save leaves it to the thread that writes to look at the losses, so that a GPU's queue
+        does not run empty. Of several ranks all have to raise the error in the same save."""
         return self.peers.size == 1 and self.args.checkpoints and devices.is_nvidia(self.device)
 
     def _gather(self) -> None:
@@ -619,7 +687,8 @@ class Run:
     def stop(self, reason: str, code: int) -> None:
         """Save, close the run and exit with `code`. `reason`: for the log."""
         self._check_losses()
-        # What the evaluation has changed is not saved: the next start repeats the evaluation, and would change it twice.
+        # What the evaluation has changed is not saved: the next start repeats the evaluation, and would
+        # change it twice.
         if not self.due.is_evaluating or self.parts.is_unchanged(self.gradients.state_dict()):
             self.save()
         self._close("stopped", reason, in_a_hurry=code != 0)
@@ -642,7 +711,13 @@ class Run:
             self.saving.require_not_taken_over()
         self.enter("done")
         is_saved = self.saving.saved_at == self.position
-        self.notify(Observer.closed, outcome=outcome, reason=reason, is_saved=is_saved, last_good=self.saving.last_good())
+        self.notify(
+            Observer.closed,
+            outcome=outcome,
+            reason=reason,
+            is_saved=is_saved,
+            last_good=self.saving.last_good(),
+        )
         files.release()
 
 
@@ -670,7 +745,8 @@ def close_batches(batches: Iterator[Any]) -> None:
 
 def norms_of_weights(network: torch.nn.Module) -> list[float]:
     """Return the norm of each trainable weight, to notice an epoch that changes none of them."""
-    # Not the sum: the gradients of a last layer add up to zero. In the widest type, so that small updates are noticed.
+    # Not the sum: the gradients of a last layer add up to zero. In the widest type, so that small updates are
+    # noticed.
     weights = [weight.detach() for weight in network.parameters() if weight.requires_grad]
     norms = [torch.linalg.vector_norm(weight, dtype=devices.widest(weight.device)) for weight in weights]
     return torch.stack(norms).tolist() if norms else []

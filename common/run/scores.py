@@ -1,10 +1,12 @@
-"""The scores of a network: the job's `evaluate` adds logits, labels and sample ids; the scores are read afterwards.
+"""The scores of a network: the job's `evaluate` adds logits, labels and sample ids;
+the scores are read afterwards.
 
-scores = Scores(classes, device, loader.pixels)             # which makes pictures of mistakes, and may be left out
-                                                            # a fourth argument, loader.file_of, names their files
+# loader.pixels makes pictures of mistakes, and may be left out. A fourth argument, loader.file_of, names
+# their files.
+scores = Scores(classes, device, loader.pixels)
 for images, labels in loader:
     scores.add(model(images), labels, loader.ids, images)
-scores.all_reduce()                                         # every rank had its own part of the samples
+scores.all_reduce()  # every rank had its own part of the samples
 scores.accuracy, scores.top5, scores.loss, scores.confusion, scores.per_class(), scores.worst, scores.mistakes
 """
 
@@ -42,25 +44,32 @@ class Mistake:
 
 
 class Scores:
-    """Counts of the confusion are integers, other sums float64 if the device has it. add() does not wait for the device."""
+    """Counts of the confusion are integers, other sums float64 if the device has it. add() does not wait for
+    the device."""
 
     def __init__(
         self, classes: list[str], device: torch.device, pixels: Optional[Callable] = None,
         file_of: Optional[Callable[[int], str]] = None,
     ):  # fmt: skip
-        """`pixels`: makes uint8 (N, 3, H, W) of the network's input; `file_of`: returns the name of a sample's file by id."""
+        """`pixels`: makes uint8 (N, 3, H, W) of the network's input; `file_of`:
+        returns the name of a sample's file by id."""
         self.classes = classes
         self._pixels = pixels
         self._file_of = file_of
         self._counts = torch.zeros(len(classes) ** 2, dtype=torch.int64, device=device)
-        self._sums = torch.zeros(3, dtype=devices.widest(device), device=device)  # right, among the best five, loss
+        # right, among the best five, loss
+        self._sums = torch.zeros(3, dtype=devices.widest(device), device=device)
         self._batches = []  # (losses, ids, labels, predicted, confidences)
         self._highest = [_Highest(pixels) for _ in KINDS]
         self.worst: list[tuple] = []  # (loss, sample id, label, predicted), the worst first
-        self.mistakes: dict[str, list[Mistake]] = {kind: [] for kind in (*KINDS, "all")}  # the last without pictures
+        # the last without pictures
+        self.mistakes: dict[str, list[Mistake]] = {kind: [] for kind in (*KINDS, "all")}
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor, images: Any = None) -> None:
-        """Add a batch. `ids`: the loader's ids of its samples; `images`: the network's input, needed if Scores has `pixels`."""
+        """Add a batch.
+
+        `ids`: the loader's ids of its samples; `images`: the network's input, needed if Scores has `pixels`.
+        """
         logits = logits.float()
         predicted = logits.argmax(dim=1)
         among_five = (logits.topk(min(5, logits.shape[1])).indices == labels[:, None]).sum()
@@ -74,7 +83,10 @@ class Scores:
             highest.add(torch.where(predicted != labels, values.nan_to_num(torch.inf), -1.0), images)
 
     def all_reduce(self) -> "Scores":
-        """Combine the scores of all ranks, find the worst samples and mistakes, and return self. Needed with one rank, too."""
+        """Combine the scores of all ranks, find the worst samples and mistakes, and return self.
+
+        Needed with one rank, too.
+        """
         STOPS.wait_for(self._add_up)
         return self
 
@@ -90,8 +102,12 @@ class Scores:
         worst, _ = self._of_all_ranks(group, rows[order[:KEPT_WORST]], 0, KEPT_WORST)
         self.worst = [(loss, *map(int, rest)) for loss, *rest, _ in worst.tolist()]
         wrong = (rows[:, 2] != rows[:, 3]).nonzero().flatten()
-        for kind, highest, column, limit in zip(self.mistakes, [*self._highest, None], (0, 4, 0), (SHOWN, SHOWN, LISTED)):
-            own_indices = wrong[rows[wrong, column].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:limit]
+        for kind, highest, column, limit in zip(
+            self.mistakes, [*self._highest, None], (0, 4, 0), (SHOWN, SHOWN, LISTED)
+        ):
+            own_indices = wrong[
+                rows[wrong, column].nan_to_num(torch.inf).argsort(descending=True, stable=True)
+            ][:limit]
             mistaken_rows, places = self._of_all_ranks(group, rows[own_indices], column, limit)
             pictures = (
                 self._pictures(group, highest, own_indices.tolist(), places)
@@ -100,28 +116,37 @@ class Scores:
             )
             self.mistakes[kind] = [
                 Mistake(int(sample_id), int(label), int(predicted), loss, confidence, picture)
-                for (loss, sample_id, label, predicted, confidence), picture in zip(mistaken_rows.tolist(), pictures)
+                for (loss, sample_id, label, predicted, confidence), picture in zip(
+                    mistaken_rows.tolist(), pictures
+                )
             ]
         # In the memory of the device.
         self._batches = []
         self._highest = []
 
-    def _of_all_ranks(self, group: Any, rows: torch.Tensor, column: int, limit: int) -> tuple[torch.Tensor, list[int]]:
+    def _of_all_ranks(
+        self, group: Any, rows: torch.Tensor, column: int, limit: int
+    ) -> tuple[torch.Tensor, list[int]]:
         """Return the `limit` rows of all ranks highest in `column`, and rank * limit + row of each."""
         if group.size > 1:
             padded = torch.full((limit, 5), -1.0, dtype=self._sums.dtype, device=self._sums.device)
             padded[: len(rows)] = rows.to(padded)
             rows = torch.cat(group.gather(padded)).cpu()
         order = rows[:, column].nan_to_num(torch.inf).argsort(descending=True, stable=True)
-        are_named = ((rows[:, 2:4] >= 0) & (rows[:, 2:4] < len(self.classes))).all(dim=1)  # there may be more outputs
+        # there may be more outputs
+        are_named = ((rows[:, 2:4] >= 0) & (rows[:, 2:4] < len(self.classes))).all(dim=1)
         order = order[(rows[order, 1] >= 0) & are_named[order]][:limit]
         return rows[order], order.tolist()
 
-    def _pictures(self, group: Any, own_highest: "_Highest", own_mistakes: list[int], places: list[int]) -> torch.Tensor:
-        """Return pictures of the mistakes at `places`, which are rank * SHOWN + index in that rank's `own_mistakes`: numbers
-        of samples in the order of add(). A mistake of which no picture was kept has a black one.
+    def _pictures(
+        self, group: Any, own_highest: "_Highest", own_mistakes: list[int], places: list[int]
+    ) -> torch.Tensor:
+        """Return pictures of the mistakes at `places`, which are rank * SHOWN + index in that rank's
+        `own_mistakes`: numbers of samples in the order of add(). A mistake of which no picture was kept has a
+        black one.
 
-        Each rank draws its own mistakes and leaves the others black, so that the sum over the ranks has all."""
+        Each rank draws its own mistakes and leaves the others black, so that the sum over the ranks has
+        all."""
         kept_pictures = own_highest.pictures()
         pictures = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.int32, device=self._sums.device)
         for index, place in enumerate(places):
@@ -139,7 +164,10 @@ class Scores:
 
     @functools.cached_property
     def confusion(self) -> torch.Tensor:
-        """Confusion matrix counts[true class, predicted class] on the CPU. It is computed once, so call all_reduce() first."""
+        """Confusion matrix counts[true class, predicted class] on the CPU.
+
+        It is computed once, so call all_reduce() first.
+        """
         return self._counts.view(len(self.classes), len(self.classes)).cpu()
 
     @property
@@ -167,8 +195,8 @@ class Scores:
         return accuracy_by_chance(int(self.confusion.sum(dim=1).max()), self.samples)
 
     def nothing_learnt(self, epoch: int, args: argparse.Namespace) -> Optional[str]:
-        """Return a warning if, after a fifth of the epochs and an epoch without warm-up, the accuracy on real data is not above
-        chance; else None."""
+        """Return a warning if, after a fifth of the epochs and an epoch without warm-up, the accuracy on real
+        data is not above chance; else None."""
         option = vars(args).get("warmup")
         warmup = min(option, args.epochs / 2) if isinstance(option, (int, float)) else 0
         check_epoch = max(-(-args.epochs // 5), 1 + math.ceil(warmup))
@@ -178,13 +206,14 @@ class Scores:
         if "weights" in args and not args.weights:
             weights_advice = ", --weights FILE to begin with"
         return (
-            f"warning: after {epoch} of {args.epochs} epochs {NOTHING_IS_LEARNT}: an accuracy of {self.accuracy:.4f} may be "
-            f"chance. Try a third of --lr {args.lr:g} and three times as much{weights_advice}, and look whether the labels are "
-            "right"
+            f"warning: after {epoch} of {args.epochs} epochs {NOTHING_IS_LEARNT}: an accuracy of "
+            f"{self.accuracy:.4f} may be chance. Try a third of --lr {args.lr:g} and three times as "
+            f"much{weights_advice}, and look whether the labels are right"
         )
 
     def per_class(self) -> list[tuple[str, int, float]]:
-        """Return [(class, number of its samples, fraction of them that was recognised)] in the order of the classes."""
+        """Return [(class, number of its samples, fraction of them that was recognised)] in the order of the
+        classes."""
         counts = self.confusion.sum(dim=1).tolist()
         recognised_counts = self.confusion.diagonal().tolist()
         return [
@@ -199,12 +228,16 @@ class Scores:
         return [(self.classes[true], self.classes[predicted], count) for true, predicted, count in wrong]
 
     def _cells(self):
-        """Return [[number of the true class, number of the predicted class, count]] of the counts that are not 0."""
+        """Return [[number of the true class, number of the predicted class,
+        count]] of the counts that are not 0."""
         places = self.confusion.nonzero()
         return torch.cat([places, self.confusion[tuple(places.T)][:, None]], dim=1).tolist()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the contents of report.json without the epoch. "confusion" is [[true class, predicted class, count > 0]]."""
+        """Return the contents of report.json without the epoch.
+
+        "confusion" is [[true class, predicted class, count > 0]].
+        """
         predicted = self.confusion.sum(dim=0).tolist()
         rows = [
             {
@@ -216,10 +249,12 @@ class Scores:
             }
             for (name, count, recall), predicted_count in zip(self.per_class(), predicted)
         ]
-        mistakes = {kind: [self._row_of(mistake) for mistake in listed] for kind, listed in self.mistakes.items()}
+        mistakes = {
+            kind: [self._row_of(mistake) for mistake in listed] for kind, listed in self.mistakes.items()
+        }
         return {
-            "samples": self.samples, "accuracy": self.accuracy, "top5": self.top5, "loss": _finite(self.loss), "classes": rows,
-            "confusion": self._cells(), "mistakes": mistakes,
+            "samples": self.samples, "accuracy": self.accuracy, "top5": self.top5, "loss": _finite(self.loss),
+            "classes": rows, "confusion": self._cells(), "mistakes": mistakes,
         }  # fmt: skip
 
     def _row_of(self, mistake: Mistake) -> dict[str, Any]:
@@ -235,7 +270,8 @@ class Scores:
         return row
 
     def picture(self) -> Optional[torch.Tensor]:
-        """Draw the mistakes of highest loss above those of highest confidence; None without any, or without `pixels`."""
+        """Draw the mistakes of highest loss above those of highest confidence; None without any,
+        or without `pixels`."""
         if not self._pixels or not self.mistakes["all"]:
             return None
         columns = max(len(self.mistakes[kind]) for kind in KINDS)

@@ -1,4 +1,7 @@
-"""The log lines and the optional files of a run. If a file cannot be written, there is a warning, and the run goes on."""
+"""The log lines and the optional files of a run.
+
+If a file cannot be written, there is a warning, and the run goes on.
+"""
 
 import errno
 import os
@@ -7,7 +10,14 @@ from collections.abc import Iterator
 from typing import Callable, NamedTuple, Union
 
 from common import progress
-from common.files import TakenOver, append, drop_partial_line, is_taken_over, replace_with_copy, write_atomically
+from common.files import (
+    TakenOver,
+    append,
+    drop_partial_line,
+    is_taken_over,
+    replace_with_copy,
+    write_atomically,
+)
 
 
 class _Pending(NamedTuple):
@@ -20,7 +30,8 @@ class _Pending(NamedTuple):
 class SideFiles:
     """The lines of a run's log, and the files in its folder that it can do without.
 
-    Content that cannot be written is kept, and tried again with the next file and at the end. Any thread may write."""
+    Content that cannot be written is kept, and tried again with the next file and at the end. Any thread may
+    write."""
 
     def __init__(self, folder: str, shows: bool = True, writes: bool = True):
         """`shows`: this rank shows the log; `writes`: it writes files. Both may change in an elastic job."""
@@ -55,7 +66,8 @@ class SideFiles:
         """Add content to what is pending, and try to write all of it."""
         if not self.writes:
             return
-        if os.getpid() != self._pid:  # a loader process, which was forked while any thread of the run may have had the lock
+        # a loader process, which was forked while any thread of the run may have had the lock
+        if os.getpid() != self._pid:
             self._begin_in_process(print)
         path = os.path.join(self._folder, name)
         with self._lock:
@@ -88,7 +100,10 @@ class SideFiles:
                 return
             except OSError as error:
                 if path not in self._warned:
-                    yield f"warning: {path} cannot be written: {error.strerror or error}; the run goes on and tries it again"
+                    yield (
+                        f"warning: {path} cannot be written: {error.strerror or error}; the run goes on and "
+                        "tries it again"
+                    )
                 self._warned.add(path)
                 continue
             self._pending.pop(path, None)
@@ -97,7 +112,8 @@ class SideFiles:
                 yield f"{path} is written again"
 
     def _append(self, path: str, content: Union[bytes, memoryview]) -> None:
-        """Append to a file, after replacing it by a copy that is this start's own; append nothing to a later start's copy."""
+        """Append to a file, after replacing it by a copy that is this start's own;
+        append nothing to a later start's copy."""
         if path not in self._inodes:
             if os.path.lexists(path) and not os.path.isfile(path):
                 raise OSError(errno.EINVAL, "it is not a regular file")

@@ -1,4 +1,5 @@
-"""Timers for programs that print their speed: the seconds of each part, and the images per second of some steps."""
+"""Timers for programs that print their speed: the seconds of each part,
+and the images per second of some steps."""
 
 import time
 from collections.abc import Mapping
@@ -25,9 +26,14 @@ class Stopwatch:
         self._last = now
 
     def summary(self, seconds: Mapping[str, float]) -> str:
-        """Return a line with the seconds of all parts, and of the training phases in `seconds`, which is run.seconds."""
+        """Return a line with the seconds of all parts, and of the training phases in `seconds`,
+        which is run.seconds."""
         parts = ", ".join(f"{name.replace('_', ' ')} {seconds[name]:.1f} s" for name in TRAINING_PHASES)
-        return "time: " + ", ".join(f"{name} {spent:.1f} s" for name, spent in self._laps.items()) + f" (of which {parts})"
+        return (
+            "time: "
+            + ", ".join(f"{name} {spent:.1f} s" for name, spent in self._laps.items())
+            + f" (of which {parts})"
+        )
 
 
 class Profile:

@@ -1,7 +1,8 @@
 """What a script trains and has not given to Run: a restart would begin it anew, without a word.
 
-The networks, optimizers, schedules and scalers that live in this process are looked through when the run begins, and again at
-three moments of it; only generators are watched in steps, in the first ones. Lines name them by the script's variables.
+The networks, optimizers, schedules and scalers that live in this process are looked through when the run
+begins, and again at three moments of it; only generators are watched in steps, in the first ones. Lines name
+them by the script's variables.
 """
 
 import contextlib
@@ -61,7 +62,9 @@ class Weight(NamedTuple):
 
 
 class Unsaved:
-    def __init__(self, get_saved: Callable[[], Iterable[object]], ignored: Sequence[object], say: Callable[[str], None]):
+    def __init__(
+        self, get_saved: Callable[[], Iterable[object]], ignored: Sequence[object], say: Callable[[str], None]
+    ):
         """`get_saved`: returns the network and the parts of the run. `ignored`: not to be warned of."""
         if not isinstance(ignored, (list, tuple)) or any(isinstance(item, str) for item in ignored):
             raise TypeError("Run(unsaved=...) takes a list of objects, such as unsaved=[discriminator]")
@@ -90,7 +93,8 @@ class Unsaved:
             self._say(f"warning: what the run does not save cannot be looked for: {reason}")
 
     def unsaved_parts(self) -> list[tuple[str, str]]:
-        """Return (name, kind) of each optimizer, schedule, average and scaler that is not saved, before anything is trained."""
+        """Return (name, kind) of each optimizer, schedule, average and scaler that is not saved,
+        before anything is trained."""
         missing: list[tuple[str, str]] = []
         with self._stop_watching_on_error():
             live = _live_objects()
@@ -110,15 +114,23 @@ class Unsaved:
             self._note_new_weights(live)
             self._optimizer_states = {id(optimizer): _fingerprint(optimizer) for optimizer in live.optimizers}
             self._schedule_steps = {id(schedule): _steps_of(schedule) for schedule in live.schedules}
-            seeded_ids = {id(torch.default_generator), id(np.random.mtrand._rand), id(getattr(random, "_inst", None))}
-            self._generators = [value for _, value in _variables() if _is_generator(value) and id(value) not in seeded_ids]
+            seeded_ids = {
+                id(torch.default_generator),
+                id(np.random.mtrand._rand),
+                id(getattr(random, "_inst", None)),
+            }
+            self._generators = [
+                value for _, value in _variables() if _is_generator(value) and id(value) not in seeded_ids
+            ]
             self._is_watching = True
 
     def _note_new_weights(self, live: LiveObjects) -> None:
         for owner, weights in _owners(live):
             for weight in weights:
                 noted = self._weights.get(id(weight))
-                if (noted is None or noted.owner() is None) and not (is_lazy(weight) or weight.is_inference()):
+                if (noted is None or noted.owner() is None) and not (
+                    is_lazy(weight) or weight.is_inference()
+                ):
                     self._weights[id(weight)] = Weight(weakref.ref(owner), weight._version, _checksum(weight))
 
     def begin_step(self) -> None:
@@ -157,13 +169,16 @@ class Unsaved:
         shared_state_ids = {
             id(item.state) for item in saved if isinstance(item, Optimizer)
         }  # a wrapper may have the state of what it wraps
-        was_warned_of_schedules = not any(map(is_schedule, saved))  # by the first lines, those of saved optimizers
+        # by the first lines, those of saved optimizers
+        was_warned_of_schedules = not any(map(is_schedule, saved))
         changes: list[tuple[object, str]] = [
             (module, "is trained") for module in self._trained_modules(live.modules, saved_ids)
         ]
         changes += [(weight, "is trained") for weight in self._trained_loose_weights(live, saved_ids)]
         for optimizer in live.optimizers:
-            has_stepped = bool(optimizer.state) and _fingerprint(optimizer) != self._optimizer_states.get(id(optimizer))
+            has_stepped = bool(optimizer.state) and _fingerprint(optimizer) != self._optimizer_states.get(
+                id(optimizer)
+            )
             if id(optimizer) not in saved_ids and id(optimizer.state) not in shared_state_ids and has_stepped:
                 changes.append((optimizer, "has stepped"))
         for schedule in _outermost(live.schedules):
@@ -181,13 +196,18 @@ class Unsaved:
         return [pair for pair in changes if id(pair[0]) not in self._reported_ids]
 
     def _trained_modules(self, modules: list[nn.Module], saved_ids: set[int]) -> list[nn.Module]:
-        """Return the outermost modules of which no weight is saved and some weight has changed since the run began."""
+        """Return the outermost modules of which no weight is saved and some weight has changed since the run
+        began."""
         changed = {}
         for module in modules:
             weights = [*module.parameters()]
-            if any(map(self._has_changed, weights)) and not any(id(weight) in saved_ids for weight in weights):
+            if any(map(self._has_changed, weights)) and not any(
+                id(weight) in saved_ids for weight in weights
+            ):
                 changed[id(module)] = module
-        inner = {id(child) for module in changed.values() for child in module.modules() if child is not module}
+        inner = {
+            id(child) for module in changed.values() for child in module.modules() if child is not module
+        }
         outermost = [module for module_id, module in changed.items() if module_id not in inner]
         return list({id(unwrapped(module)): unwrapped(module) for module in outermost}.values())
 
@@ -196,7 +216,11 @@ class Unsaved:
         in_modules = {id(weight) for module in live.modules for weight in module.parameters(recurse=False)}
         weights = {id(weight): weight for optimizer in live.optimizers for weight in weights_of(optimizer)}
         loose_ids = weights.keys() - in_modules - saved_ids
-        return [weight for weight_id, weight in weights.items() if weight_id in loose_ids and self._has_changed(weight)]
+        return [
+            weight
+            for weight_id, weight in weights.items()
+            if weight_id in loose_ids and self._has_changed(weight)
+        ]
 
     def _has_changed(self, weight: torch.Tensor) -> bool:
         noted = self._weights.get(id(weight))
@@ -209,12 +233,15 @@ def _warning(item: object, change: str, name: str) -> str:
     argument = re.sub(r"\W+", "_", name).strip("_") or "name"
     remedy = f"it, as {argument}={name or '...'}"
     if _is_generator(item):
-        remedy = "an object that has its state, or draw from torch, numpy or random, which are seeded for each step"
+        remedy = (
+            "an object that has its state, or draw from torch, numpy or random, which are seeded for each "
+            "step"
+        )
     elif isinstance(item, torch.Tensor):
         remedy = f"a module that has it, as {argument}=nn.ParameterList([{name or '...'}])"
     return (
-        f"warning: {label} {change} and is not saved, so a restart begins it anew: give Run {remedy}; if that is meant, "
-        f"unsaved=[{name or '...'}]"
+        f"warning: {label} {change} and is not saved, so a restart begins it anew: give Run {remedy}; if "
+        f"that is meant, unsaved=[{name or '...'}]"
     )
 
 
@@ -233,7 +260,9 @@ def _live_objects() -> LiveObjects:
             live.schedules.append(item)
     # Some have not called the __init__() of torch's class: they are shells around others.
     modules = [item for item in live.modules if "_parameters" in vars(item)]
-    return live._replace(modules=modules, optimizers=[item for item in live.optimizers if "param_groups" in vars(item)])
+    return live._replace(
+        modules=modules, optimizers=[item for item in live.optimizers if "param_groups" in vars(item)]
+    )
 
 
 def _owners(live: LiveObjects) -> Iterator[tuple[object, Iterable[torch.Tensor]]]:
@@ -245,9 +274,12 @@ def _owners(live: LiveObjects) -> Iterator[tuple[object, Iterable[torch.Tensor]]
 
 
 def _checksum(weight: torch.Tensor) -> int:
-    """Return a checksum of a few values, as what is written by way of `.data` has no new version; 0 if there are none."""
+    """Return a checksum of a few values, as what is written by way of `.data` has no new version;
+    0 if there are none."""
     with contextlib.suppress(RuntimeError, TypeError):
-        values = weight.detach()[tuple(slice(None, None, max(1, size // SAMPLED_VALUES)) for size in weight.shape)]
+        values = weight.detach()[
+            tuple(slice(None, None, max(1, size // SAMPLED_VALUES)) for size in weight.shape)
+        ]
         return zlib.crc32(values.reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
     return 0
 
@@ -276,10 +308,12 @@ def _state(generator: Any) -> str:
         return repr(generator.get_state().tolist())
     if isinstance(generator, np.random.Generator):
         return repr(generator.bit_generator.state)
-    return repr(generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate())
+    return repr(
+        generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
+    )
 
 
-# --- What a saved part saves -------------------------------------------------------------------------------------------
+# --- What a saved part saves --------------------------------------------------------------------------------
 
 
 def _reachable_ids(parts: Iterable[object]) -> set[int]:
@@ -314,7 +348,7 @@ def _referents(item: Any) -> Iterable[object]:
     return [*gc.get_referents(item), *methods]
 
 
-# --- The names of a script's variables -----------------------------------------------------------------------------------
+# --- The names of a script's variables ----------------------------------------------------------------------
 
 
 def _variables() -> Iterator[tuple[str, object]]:
@@ -326,7 +360,9 @@ def _variables() -> Iterator[tuple[str, object]]:
             if issubclass(kind, (list, tuple)) and len(value) <= MOST_ITEMS:
                 yield from ((f"{name}[{index}]", item) for index, item in enumerate([*value]))
             elif issubclass(kind, dict) and len(value) <= MOST_ITEMS:
-                yield from ((f"{name}[{key!r}]", item) for key, item in [*value.items()] if isinstance(key, str))
+                yield from (
+                    (f"{name}[{key!r}]", item) for key, item in [*value.items()] if isinstance(key, str)
+                )
             elif not issubclass(kind, (ModuleType, type, FunctionType)):
                 attributes = _attributes(value)
                 for attribute, item in [*attributes.items(), *attributes.get("_modules", {}).items()]:
@@ -357,7 +393,8 @@ def _namespaces() -> list[dict[str, Any]]:
 
 
 def _names() -> dict[int, str]:
-    """Return {id of an object: the name of a variable that holds it, or that has it as an attribute or an item}."""
+    """Return {id of an object: the name of a variable that holds it,
+    or that has it as an attribute or an item}."""
     names: dict[int, str] = {}
     for name, value in sorted(_variables(), key=lambda pair: (not pair[0].isidentifier(), len(pair[0]))):
         if not name.startswith("_"):

@@ -1,11 +1,13 @@
-"""Access to one bucket of an object store: the connection, the time limit of a request, and errors with advice.
+"""Access to one bucket of an object store: the connection, the time limit of a request,
+and errors with advice.
 
     s3://bucket/prefix     Amazon S3, or any store that AWS_ENDPOINT_URL_S3 names
     obs://bucket/prefix    Huawei OBS
     oss://bucket/prefix    Alibaba OSS
 
-Credentials, region and endpoint come from where boto3 looks for them (AWS_ACCESS_KEY_ID, AWS_PROFILE, a role ...), never from
-an argument. boto3 makes each request once, and this module repeats it, so that there is one time limit and one reason.
+Credentials, region and endpoint come from where boto3 looks for them (AWS_ACCESS_KEY_ID, AWS_PROFILE, a role
+...), never from an argument. boto3 makes each request once, and this module repeats it, so that there is one
+time limit and one reason.
 """
 
 import dataclasses
@@ -27,13 +29,24 @@ THREADS = 16  # concurrent requests
 
 ADDRESS = re.compile(r"(s3|obs|oss)://([A-Za-z0-9][A-Za-z0-9._-]{2,254})(?:/(.*))?", re.DOTALL)
 
-# The endpoint of each store in a region. OBS and OSS need the bucket's name in the host name (virtual addressing).
+# The endpoint of each store in a region. OBS and OSS need the bucket's name in the host name (virtual
+# addressing).
 ENDPOINTS = {"obs": "https://obs.{region}.myhuaweicloud.com", "oss": "https://oss-{region}.aliyuncs.com"}
 
-# The advice for each error code with which a store refuses a request. OBS and OSS have some codes of their own.
+# The advice for each error code with which a store refuses a request. OBS and OSS have some codes of their
+# own.
 KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) for this store"
-EXPIRED = "the temporary credential has expired: get a new one and start again, and the transfer goes on where it stopped"
-EXPIRED_CODES = ["ExpiredToken", "RequestExpired", "SecurityTokenExpired", "InvalidToken", "TokenRefreshRequired"]
+EXPIRED = (
+    "the temporary credential has expired: get a new one and start again, and the transfer goes on where "
+    "it stopped"
+)
+EXPIRED_CODES = [
+    "ExpiredToken",
+    "RequestExpired",
+    "SecurityTokenExpired",
+    "InvalidToken",
+    "TokenRefreshRequired",
+]
 CERTIFICATE = "give the file of the authority that signed it as AWS_CA_BUNDLE"
 REMEDIES = {
     "NoSuchBucket": "there is no such bucket: check its name, AWS_REGION and the endpoint",
@@ -46,8 +59,10 @@ REMEDIES = {
     "PermanentRedirect": "the bucket is in another region: set AWS_REGION",
     **dict.fromkeys(EXPIRED_CODES, EXPIRED),
 }
-TRANSIENT = {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException",
-             "RequestLimitExceeded", "OperationAborted", "BadDigest"}  # fmt: skip
+TRANSIENT = {
+    "SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException",
+    "RequestLimitExceeded", "OperationAborted", "BadDigest",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +86,8 @@ class Bucket:
         match = ADDRESS.fullmatch(url)
         if not match or "\0" in url:
             raise UserError(
-                f"{one_line(url)[:200]} is not a bucket's address: give s3://, obs:// or oss:// BUCKET/PREFIX; the name of a "
-                "bucket has three letters, digits, dots or dashes at least"
+                f"{one_line(url)[:200]} is not a bucket's address: give s3://, obs:// or oss:// "
+                "BUCKET/PREFIX; the name of a bucket has three letters, digits, dots or dashes at least"
             )
         self.scheme = match[1]
         self.name = match[2]
@@ -83,15 +98,19 @@ class Bucket:
         except UserError:
             raise
         except Exception as error:
-            raise _refusal(error, f"connect to {self.scheme}://{self.name}") or UserError(describe(error)) from None
+            raise _refusal(error, f"connect to {self.scheme}://{self.name}") or UserError(
+                describe(error)
+            ) from None
         self.endpoint = mask(self.client.meta.endpoint_url)  # for messages
 
     def renew(self) -> None:
-        """Make a new client, with the credential that boto3 finds now: a role or a program may have replaced the old one."""
+        """Make a new client, with the credential that boto3 finds now:
+        a role or a program may have replaced the old one."""
         self.client, self.settings = _client(self.scheme)
 
     def key_prefix(self) -> str:
-        """Return the prefix of the keys of all objects below the address: PREFIX/, or an empty text for a whole bucket."""
+        """Return the prefix of the keys of all objects below the address: PREFIX/,
+        or an empty text for a whole bucket."""
         return f"{self.prefix}/" if self.prefix else ""
 
     def relative(self, key: str) -> str:
@@ -123,9 +142,12 @@ class Bucket:
         work: Optional[Callable[[Any], Any]] = None,
         **parameters: Any,
     ) -> Any:
-        """Return boto3's answer to `operation`, or what `work` makes of it. Temporary errors are retried for `patience`.
+        """Return boto3's answer to `operation`, or what `work` makes of it.
 
-        `work` reads the answer's body, so one that breaks off is retried, too. A refusal raises UserError or ObjectChanged.
+        Temporary errors are retried for `patience`.
+
+        `work` reads the answer's body, so one that breaks off is retried, too. A refusal raises UserError or
+        ObjectChanged.
         """
         patience = patience or Patience()
         store = f"{self.scheme}://{self.name} at {self.endpoint}"
@@ -143,8 +165,8 @@ class Bucket:
                 if patience.failed(store, began):
                     hint = ", with a larger --patience to wait longer" if patience.has_option else ""
                     raise TrainingFailed(
-                        f"{request}: no good answer for {patience.seconds:.0f} s, the last was: {describe(error)}; "
-                        f"start again to go on{hint}"
+                        f"{request}: no good answer for {patience.seconds:.0f} s, the last was: "
+                        f"{describe(error)}; start again to go on{hint}"
                     ) from None
                 patience.pause(store, self.say, f"{request}: {describe(error)}")
             else:
@@ -153,10 +175,13 @@ class Bucket:
 
 
 def encryption(url: str) -> Optional[str]:
-    """Return the algorithm that encrypts a bucket's new objects by default; None if there is none, or after any error."""
+    """Return the algorithm that encrypts a bucket's new objects by default; None if there is none,
+    or after any error."""
     try:
         bucket = Bucket(url)
-        rules = bucket.client.get_bucket_encryption(Bucket=bucket.name)["ServerSideEncryptionConfiguration"]["Rules"]
+        rules = bucket.client.get_bucket_encryption(Bucket=bucket.name)["ServerSideEncryptionConfiguration"][
+            "Rules"
+        ]
         return rules[0]["ApplyServerSideEncryptionByDefault"]["SSEAlgorithm"]
     except Exception:  # no credential, no right, no such request, no encryption
         return None
@@ -167,7 +192,7 @@ def read_timeout() -> float:
     return min(10.0, time_limit.limit() / 10)
 
 
-# --- How a store is reached --------------------------------------------------------------------------------------------
+# --- How a store is reached ---------------------------------------------------------------------------------
 
 
 def _client(scheme: str) -> tuple[Any, Settings]:
@@ -177,8 +202,8 @@ def _client(scheme: str) -> tuple[Any, Settings]:
         from botocore.config import Config
     except ImportError:
         raise UserError(
-            f"{scheme}:// is read and written with boto3, which is not installed: pip install boto3, or name it in the "
-            "requirements.txt that is uploaded with the job"
+            f"{scheme}:// is read and written with boto3, which is not installed: pip install boto3, or name "
+            "it in the requirements.txt that is uploaded with the job"
         ) from None
     session = boto3.Session()
     endpoint, region = settings(scheme, os.environ, session.region_name)
@@ -197,7 +222,8 @@ def _client(scheme: str) -> tuple[Any, Settings]:
         "max_pool_connections": 2 * THREADS,
         "user_agent_extra": "anyrank",
     }
-    # Stores other than Amazon's refuse the checksums that boto3 adds by default, and the chunks in which it sends them.
+    # Stores other than Amazon's refuse the checksums that boto3 adds by default, and the chunks in which it
+    # sends them.
     for name in ("request_checksum_calculation", "response_checksum_validation"):
         if f"AWS_{name.upper()}" not in os.environ:
             config[name] = "when_required"
@@ -206,7 +232,8 @@ def _client(scheme: str) -> tuple[Any, Settings]:
 
 
 def settings(scheme: str, environ: Mapping[str, str], region: Optional[str]) -> tuple[Optional[str], str]:
-    """Return (endpoint, or None for Amazon's; region) for a scheme, from environment variables and the `region` boto3 found."""
+    """Return (endpoint, or None for Amazon's; region) for a scheme,
+    from environment variables and the `region` boto3 found."""
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     if not endpoint and scheme == "obs" and environ.get("S3_ENDPOINT"):  # ModelArts sets it
         endpoint = environ["S3_ENDPOINT"]
@@ -217,13 +244,17 @@ def settings(scheme: str, environ: Mapping[str, str], region: Optional[str]) -> 
         region = re.sub(r"^oss-", "", region)
     if not endpoint and scheme in ENDPOINTS:
         if not region:
-            raise UserError(f"{scheme}:// needs to know the region: set AWS_REGION (such as cn-north-4) or AWS_ENDPOINT_URL_S3")
+            raise UserError(
+                f"{scheme}:// needs to know the region: set AWS_REGION (such as cn-north-4) or "
+                "AWS_ENDPOINT_URL_S3"
+            )
         endpoint = ENDPOINTS[scheme].format(region=region)
     return endpoint, region or "us-east-1"
 
 
 def _is_plain_host(endpoint: str) -> bool:
-    """Whether the endpoint's host is an IP address or a name without a dot, so that no bucket's name can be put before it."""
+    """Whether the endpoint's host is an IP address or a name without a dot,
+    so that no bucket's name can be put before it."""
     host = urllib.parse.urlsplit(endpoint).hostname or ""
     try:
         ipaddress.ip_address(host)
@@ -232,20 +263,23 @@ def _is_plain_host(endpoint: str) -> bool:
     return True
 
 
-# --- What a store answers ----------------------------------------------------------------------------------------------
+# --- What a store answers -----------------------------------------------------------------------------------
 
 
 def describe(error: Exception) -> str:
-    """Return a line for an error: the status and code of the store's answer, else words for a known kind, else its text."""
+    """Return a line for an error: the status and code of the store's answer, else words for a known kind,
+    else its text."""
     response = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
         return one_line(f"{status} {response['Error'].get('Code', '')}")[:200]
     kind = type(error).__name__
     descriptions = {
-        "EndpointConnectionError": "no connection", "ConnectTimeoutError": f"no connection within {read_timeout() / 2:g} s",
-        "ReadTimeoutError": f"no byte for {read_timeout():g} s", "ConnectionClosedError": "the connection was closed",
-        "IncompleteReadError": "the answer broke off", "ResponseStreamingError": "the answer broke off",
+        "EndpointConnectionError": "no connection",
+        "ConnectTimeoutError": f"no connection within {read_timeout() / 2:g} s",
+        "ReadTimeoutError": f"no byte for {read_timeout():g} s",
+        "ConnectionClosedError": "the connection was closed", "IncompleteReadError": "the answer broke off",
+        "ResponseStreamingError": "the answer broke off",
     }  # fmt: skip
     return descriptions.get(kind) or one_line(f"{kind}: {error}")[:200]
 
@@ -273,10 +307,17 @@ def _refusal(error: Exception, request: str) -> Optional[Exception]:
     if isinstance(error, exceptions.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
         hint = "; S3_VERIFY_SSL=0 is not followed" if os.environ.get("S3_VERIFY_SSL") == "0" else ""
         return UserError(f"{request}: the store's certificate cannot be verified: {CERTIFICATE}{hint}")
-    temporary = (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError, ResponseParserError,
-               urllib3.exceptions.HTTPError, OSError)  # fmt: skip
+    temporary = (
+        exceptions.HTTPClientError,
+        exceptions.ConnectionError,
+        exceptions.IncompleteReadError,
+        ResponseParserError,
+        urllib3.exceptions.HTTPError,
+        OSError,
+    )
     if isinstance(error, temporary):
         return None
-    if isinstance(error, (exceptions.BotoCoreError, ValueError)):  # a profile, region or name that is not valid
+    # a profile, region or name that is not valid
+    if isinstance(error, (exceptions.BotoCoreError, ValueError)):
         return UserError(f"{request}: {one_line(error)[:300]}")
     return error

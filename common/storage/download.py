@@ -1,7 +1,9 @@
-"""Fetch the objects of a bucket as files: in parallel, in parts, resumable, and each verified before it gets its name.
+"""Fetch the objects of a bucket as files: in parallel, in parts, resumable,
+and each verified before it gets its name.
 
-.fetching/index.jsonl states which object each file is, so a second start fetches only what is missing or changed. A large
-object grows in .fetching, beside a list of the parts that it has. At the end, size and time of each file are checked.
+.fetching/index.jsonl states which object each file is, so a second start fetches only what is missing or
+changed. A large object grows in .fetching, beside a list of the parts that it has. At the end, size and time
+of each file are checked.
 """
 
 import collections
@@ -27,11 +29,19 @@ CHUNK = 1 << 20  # bytes that are received, written and hashed at a time: few en
 AHEAD = 8  # concurrent parts of an object
 LARGE_AT_A_TIME = 4  # concurrent large objects
 BATCH = 32  # small objects per task
-MAX_ATTEMPTS = 8  # attempts after which an object that arrives with wrong bytes, or changes each time, counts as damaged
+# attempts after which an object that arrives with wrong bytes, or changes each time, counts as damaged
+MAX_ATTEMPTS = 8
 
 
-def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print, only: Optional[Collection[str]] = None) -> None:
-    """Fetch missing and changed objects below `url`, or the one of this name; delete fetched files whose objects are gone.
+def fetch(
+    url: str,
+    folder: str,
+    tell: Optional[Tell] = None,
+    say: Say = print,
+    only: Optional[Collection[str]] = None,
+) -> None:
+    """Fetch missing and changed objects below `url`, or the one of this name;
+    delete fetched files whose objects are gone.
 
     `only`: names in the folder; other objects are not fetched.
     """
@@ -40,7 +50,9 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print, 
         os.makedirs(folder, exist_ok=True)
     with contextlib.closing(Index(folder)) as file_index:
         objects = listing.list_objects(bucket, tell)
-        selected = objects if only is None else [item for item in objects if bucket.relative(item.key) in only]
+        selected = (
+            objects if only is None else [item for item in objects if bucket.relative(item.key) in only]
+        )
         items = listing.items_by_path(bucket, selected)
         for name in file_index.names() - items.keys() - {bucket.relative(item.key) for item in objects}:
             file_index.remove(name)
@@ -55,22 +67,31 @@ def fetch(url: str, folder: str, tell: Optional[Tell] = None, say: Say = print, 
         lost = [name for name in items if not file_index.has(name)]
         if lost:
             raise TrainingFailed(
-                f"{len(lost)} of {len(items)} objects of {url} are not in {folder}, the first is {one_line(lost[0])}: another "
-                "program changes this folder, or its disk takes two names for one; start again when neither does"
+                f"{len(lost)} of {len(items)} objects of {url} are not in {folder}, the first is "
+                f"{one_line(lost[0])}: another program changes this folder, or its disk takes two names for "
+                "one; start again when neither does"
             )
-    unsure = f", {transfer.by_size} of them by size alone (the store gives no digest)" if transfer.by_size else ""
+    unsure = (
+        f", {transfer.by_size} of them by size alone (the store gives no digest)" if transfer.by_size else ""
+    )
     kept = f", {transfer.kept} were there" if transfer.kept else ""
     counts = f"{len(missing) - transfer.kept} of {len(items)} objects{kept}"
     say(f"fetched {counts}, {progress.describe()}, to {folder}; all verified{unsure}")
 
 
 def fetch_items(
-    bucket: Bucket, items: dict[str, Item], folder: str, keeps_index: bool = False, tell: Optional[Tell] = None
+    bucket: Bucket,
+    items: dict[str, Item],
+    folder: str,
+    keeps_index: bool = False,
+    tell: Optional[Tell] = None,
 ) -> None:
     """Fetch {name: item} as files of `folder`. `keeps_index`: keep an index there, skip current files."""
     with contextlib.ExitStack() as stack:
         file_index = stack.enter_context(contextlib.closing(Index(folder))) if keeps_index else None
-        missing = {name: item for name, item in items.items() if file_index is None or not file_index.has(name, item)}
+        missing = {
+            name: item for name, item in items.items() if file_index is None or not file_index.has(name, item)
+        }
         if missing:
             with _progress(bucket.url(bucket.prefix), missing, tell) as progress:
                 Transfer(bucket, folder, file_index, progress).run(missing)
@@ -83,7 +104,8 @@ def _progress(url: str, items: dict[str, Item], tell: Optional[Tell] = None) -> 
 
 
 class Damaged(TrainingFailed):
-    """An object in a bucket, or what it belongs to, is damaged or incomplete, or has changed at every attempt to read it."""
+    """An object in a bucket, or what it belongs to, is damaged or incomplete,
+    or has changed at every attempt to read it."""
 
 
 class Transfer:
@@ -100,18 +122,22 @@ class Transfer:
         self._requests = ThreadPoolExecutor(THREADS, thread_name_prefix="fetch")
         self._fast_reader = obstore.reader(bucket)  # of small objects
         self._folders: set[str] = set()  # that exist, and are not links out of the folder
-        self._grown: list[tuple[str, Item]] = []  # objects that were small when they were listed, and are large now
+        # objects that were small when they were listed, and are large now
+        self._grown: list[tuple[str, Item]] = []
         self.by_size = 0  # objects whose digest is not known, so that only their size was verified
         self.kept = 0  # objects whose files were already there, with the right bytes
 
     def run(self, items: dict[str, Item]) -> None:
-        """Fetch {name: item}: large objects in parts, a few objects at a time, and small objects meanwhile, in batches."""
+        """Fetch {name: item}: large objects in parts, a few objects at a time, and small objects meanwhile,
+        in batches."""
         small = [pair for pair in items.items() if pair[1].size <= PART]
         batch_size = max(1, min(BATCH, len(small) // (4 * THREADS)))
         batches = [small[begin : begin + batch_size] for begin in range(0, len(small), batch_size)]
         with ThreadPoolExecutor(LARGE_AT_A_TIME, thread_name_prefix="large object") as executor:
             try:
-                tasks = [executor.submit(self._fetch_large, *pair) for pair in items.items() if pair[1].size > PART]
+                tasks = [
+                    executor.submit(self._fetch_large, *pair) for pair in items.items() if pair[1].size > PART
+                ]
                 tasks += [self._requests.submit(self._fetch_batch, batch) for batch in batches]
                 for task in as_completed(tasks):
                     task.result()
@@ -119,8 +145,14 @@ class Transfer:
                     task.result()
             except OSError as error:
                 path = error.filename2 or error.filename or self._folder
-                advice = "a file belongs there: move it away" if isinstance(error, IsADirectoryError) else "mend that"
-                raise file_error(error, f"cannot write to {one_line(path)}: {one_line(error.strerror)}; {advice}") from None
+                advice = (
+                    "a file belongs there: move it away"
+                    if isinstance(error, IsADirectoryError)
+                    else "mend that"
+                )
+                raise file_error(
+                    error, f"cannot write to {one_line(path)}: {one_line(error.strerror)}; {advice}"
+                ) from None
             finally:
                 self._patience.give_up()
                 self._requests.shutdown(cancel_futures=True)
@@ -190,9 +222,11 @@ class Transfer:
         raise self._damaged_error(item)
 
     def _fetch_parts(self, path: str, item: Item, previous_digests: set[str]) -> Optional[bool]:
-        """Fetch the object into PATH.part; return whether its bytes match its digest, or None if they cannot be checked.
+        """Fetch the object into PATH.part; return whether its bytes match its digest,
+        or None if they cannot be checked.
 
-        `previous_digests`: digests of earlier attempts, by a guessed part size; if one comes again, the guess is wrong.
+        `previous_digests`: digests of earlier attempts, by a guessed part size; if one comes again, the guess
+        is wrong.
         """
         parts = Parts(path, item, PART)
         hasher = self._make_hasher(item)
@@ -200,7 +234,11 @@ class Transfer:
         try:
             for number in range(parts.count + AHEAD):
                 if number < parts.count:
-                    pending.append(self._requests.submit(self._fetch_part, parts, item, number, hasher.crc_of_next_piece()))
+                    pending.append(
+                        self._requests.submit(
+                            self._fetch_part, parts, item, number, hasher.crc_of_next_piece()
+                        )
+                    )
                 if number >= AHEAD:
                     if checksum := pending.popleft().result():
                         hasher.add(checksum)
@@ -208,7 +246,8 @@ class Transfer:
                     for chunk in parts.chunks(number - AHEAD, CHUNK):
                         hasher.update(chunk)
         finally:
-            wait([task for task in pending if not task.cancel()])  # tasks that could not be cancelled still write
+            # tasks that could not be cancelled still write
+            wait([task for task in pending if not task.cancel()])
             parts.close()
         matches = hasher.matches()
         if matches is False and hasher.is_guessed:
@@ -219,8 +258,11 @@ class Transfer:
             self._progress.add(size=-item.size)
         return matches
 
-    def _fetch_part(self, parts: Parts, item: Item, number: int, checksum: Optional[etag.Crc]) -> Optional[etag.Crc]:
-        """Fetch a part unless it is there; return `checksum` updated with it, or None if it must be read again to be hashed."""
+    def _fetch_part(
+        self, parts: Parts, item: Item, number: int, checksum: Optional[etag.Crc]
+    ) -> Optional[etag.Crc]:
+        """Fetch a part unless it is there; return `checksum` updated with it,
+        or None if it must be read again to be hashed."""
         begin = number * PART
         length = parts.length(number)
         if number in parts.fetched:
@@ -240,13 +282,16 @@ class Transfer:
         return checksum
 
     def _make_hasher(self, item: Item) -> etag.Hasher:
-        """Return a hasher to compare bytes with the store's checksum, else with an ETag that is a digest, else with nothing."""
+        """Return a hasher to compare bytes with the store's checksum, else with an ETag that is a digest,
+        else with nothing."""
         answer = self._bucket.ask("head_object", item.key, self._patience, ChecksumMode="ENABLED")
         by_etag = None if etag.is_encrypted(answer) else item.digest
         digest, make = etag.checksum(answer) or (by_etag, hashlib.md5)
         part_size = item.size
         if digest and "-" in digest:  # then it was uploaded in parts of this size
-            part_size = self._bucket.ask("head_object", item.key, self._patience, PartNumber=1)["ContentLength"]
+            part_size = self._bucket.ask("head_object", item.key, self._patience, PartNumber=1)[
+                "ContentLength"
+            ]
         return etag.Hasher(digest, item.size, part_size, make)
 
     # --- Objects of any size ---
@@ -257,23 +302,29 @@ class Transfer:
         return self._bucket.ask("get_object", item.key, self._patience, work=read, **parameters)
 
     def _prepare_path(self, name: str) -> str:
-        """Make the folder of an object's file (no link may lead outside); return PATH of its unfinished file, PATH.part."""
+        """Make the folder of an object's file (no link may lead outside); return PATH of its unfinished file,
+        PATH.part."""
         folder = os.path.dirname(os.path.join(self._folder, name))
         if folder not in self._folders:
             os.makedirs(folder, exist_ok=True)
             real_path = os.path.realpath(folder) + "/"
             if not real_path.startswith(os.path.realpath(self._folder) + "/"):
                 refuse_link(folder)
-                raise UserError(f"{folder} leads out of {self._folder}, because a part of it is a link: delete it")
+                raise UserError(
+                    f"{folder} leads out of {self._folder}, because a part of it is a link: delete it"
+                )
             self._folders.add(folder)
         return index.unfinished_path(self._folder, name)
 
     def _adopt_existing(self, name: str, item: Item) -> bool:
-        """If the file is there and its bytes match the object's digest, add it to the index; return whether it was added."""
+        """If the file is there and its bytes match the object's digest, add it to the index;
+        return whether it was added."""
         path = os.path.join(self._folder, name)
         if not self._index or not item.digest or not index.has_size(path, item.size):
             return False
-        hasher = self._make_hasher(item) if "-" in item.digest else etag.Hasher(item.digest, item.size, item.size)
+        hasher = (
+            self._make_hasher(item) if "-" in item.digest else etag.Hasher(item.digest, item.size, item.size)
+        )
         with open(path, "rb") as file:
             while content := file.read(CHUNK):
                 hasher.update(content)
@@ -299,6 +350,7 @@ class Transfer:
 
     def _damaged_error(self, item: Item) -> Damaged:
         return Damaged(
-            f"{one_line(self._bucket.url(item.key))} at {self._bucket.endpoint} arrived {MAX_ATTEMPTS} times with other bytes "
-            f"than the store says (ETag {one_line(item.etag)}), or changed as often: it is damaged there or on the way"
+            f"{one_line(self._bucket.url(item.key))} at {self._bucket.endpoint} arrived {MAX_ATTEMPTS} times "
+            f"with other bytes than the store says (ETag {one_line(item.etag)}), or changed as often: it is "
+            "damaged there or on the way"
         )

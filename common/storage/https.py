@@ -24,13 +24,18 @@ from common.storage import index
 STALL_SECONDS = 15  # without a byte, after which a connection is opened again
 CHUNK = 1 << 20
 REFUSED_BY_PROXY = "Tunnel connection failed: 4"  # http.client's words for an answer of 400 to 499
-BUCKET_ADVICE = "put it into OBS or another bucket, which a job without Internet reaches, and give that address"
+BUCKET_ADVICE = (
+    "put it into OBS or another bucket, which a job without Internet reaches, and give that address"
+)
 
 
 def download(url: str, path: str, sha256: Optional[str] = None, tell: Optional[Tell] = None) -> None:
-    """Fetch `url` as the file `path`. If the server can send a part, a broken download goes on where it stopped.
+    """Fetch `url` as the file `path`.
 
-    The checksum in a .gz or .tgz file is verified; also `sha256` or, without it, the length that the server states.
+    If the server can send a part, a broken download goes on where it stopped.
+
+    The checksum in a .gz or .tgz file is verified; also `sha256` or, without it, the length that the server
+    states.
     """
     refuse_unsafe(url)
     records_folder = index.make_records_folder(os.path.dirname(path))
@@ -61,28 +66,33 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
                 os.unlink(part)
             elif error.code < 500 and error.code != 429:
                 raise UserError(
-                    f"{shown} answered {error.code} {one_line(mask(error.reason, *secrets))}; fetch it to {path}, or "
-                    f"{BUCKET_ADVICE}"
+                    f"{shown} answered {error.code} {one_line(mask(error.reason, *secrets))}; fetch it to "
+                    f"{path}, or {BUCKET_ADVICE}"
                 ) from None
             reason = error
         except (OSError, http.client.HTTPException) as error:
             cause = getattr(error, "reason", None)
             if isinstance(cause, ssl.SSLCertVerificationError):
                 raise UserError(
-                    f"{shown}: the server's certificate cannot be verified ({cause.verify_message}): give the file of "
-                    f"its authority as SSL_CERT_FILE, or fetch it to {path}, or {BUCKET_ADVICE}"
+                    f"{shown}: the server's certificate cannot be verified ({cause.verify_message}): give "
+                    f"the file of its authority as SSL_CERT_FILE, or fetch it to {path}, or {BUCKET_ADVICE}"
                 ) from None
             reason = error
         message = one_line(mask(reason, *secrets))
         if proxy := _proxy(url):
             message = f"{message}, through the proxy {proxy}"
             if REFUSED_BY_PROXY in message:
-                raise UserError(f"{shown}: {message}: give another as https_proxy, or fetch it to {path}, or {BUCKET_ADVICE}")
+                raise UserError(
+                    f"{shown}: {message}: give another as https_proxy, or fetch it to {path}, or "
+                    f"{BUCKET_ADVICE}"
+                )
         if _size(part) > previous_size:
             patience.succeeded(shown)
             patience.set_limit(limit(), blocks_training=True)
         if patience.failed(shown, began):
-            raise UserError(f"{shown} cannot be fetched: {message}; fetch it to {path}, or {BUCKET_ADVICE}") from None
+            raise UserError(
+                f"{shown} cannot be fetched: {message}; fetch it to {path}, or {BUCKET_ADVICE}"
+            ) from None
         patience.pause(shown, print, f"{shown}: {message}")
     patience.succeeded(shown)
     digest = files.sha256(part) if sha256 else None
@@ -95,7 +105,8 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
     if path.endswith((".gz", ".tgz")) and (reason := _damage(part)):
         os.unlink(part)
         raise UserError(
-            f"{url} is no whole archive: {one_line(reason)}; start again, or fetch it to {path}, or {BUCKET_ADVICE}"
+            f"{url} is no whole archive: {one_line(reason)}; start again, or fetch it to {path}, or "
+            f"{BUCKET_ADVICE}"
         )
     os.replace(part, path)
 
@@ -110,7 +121,8 @@ def _proxy(url: str) -> Optional[str]:
 
 
 def is_replaced(url: str, path: str) -> bool:
-    """Return whether the server's file is newer than `path`, or has another length; False if that cannot be found out."""
+    """Return whether the server's file is newer than `path`, or has another length;
+    False if that cannot be found out."""
     try:
         request = urllib.request.Request(url, method="HEAD")
         with urllib.request.build_opener(SafeRedirects).open(request, timeout=STALL_SECONDS) as answer:
@@ -120,7 +132,8 @@ def is_replaced(url: str, path: str) -> bool:
 
 
 def _damage(archive: str) -> str:
-    """Return what is wrong with a gzip file, which has a checksum at its end; an empty text if it is intact."""
+    """Return what is wrong with a gzip file, which has a checksum at its end;
+    an empty text if it is intact."""
     try:
         with gzip.open(archive) as stream:
             while stream.read(CHUNK):
@@ -131,19 +144,30 @@ def _damage(archive: str) -> str:
 
 
 def refuse_unsafe(url: str) -> None:
-    """Raise UserError unless `url` is an https:// address, or http:// of this machine, without a user or password."""
+    """Raise UserError unless `url` is an https:// address, or http:// of this machine,
+    without a user or password."""
     try:
         parts = urllib.parse.urlsplit(url)
-        is_valid = bool(parts.hostname) and parts.port != 0 and url.isascii() and not re.search(r"[\s\0-\x1f\x7f]", url)
+        is_valid = (
+            bool(parts.hostname)
+            and parts.port != 0
+            and url.isascii()
+            and not re.search(r"[\s\0-\x1f\x7f]", url)
+        )
     except ValueError:  # an invalid port or IPv6 address
         is_valid = False
     if not is_valid:
-        raise UserError(f"{one_line(url)[:200]} is not an https:// address: give https://HOST/FILE, with %20 for a space")
-    if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")):
+        raise UserError(
+            f"{one_line(url)[:200]} is not an https:// address: give https://HOST/FILE, with %20 for a space"
+        )
+    if parts.scheme != "https" and not (
+        parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")
+    ):
         raise UserError(f"{one_line(url)[:200]} is not an https:// address")
     if "@" in parts.netloc:
         raise UserError(
-            f"{one_line(url)[:200]} holds a user or a password, which is not sent: fetch the file, and {BUCKET_ADVICE}"
+            f"{one_line(url)[:200]} holds a user or a password, which is not sent: fetch the file, and "
+            f"{BUCKET_ADVICE}"
         )
 
 
@@ -158,21 +182,32 @@ class SafeRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def _is_newer(answer: http.client.HTTPResponse, path: str) -> bool:
-    """Whether the server says that its file was changed after the local one; False if it does not say when."""
+    """Whether the server says that its file was changed after the local one;
+    False if it does not say when."""
     with contextlib.suppress(ValueError, TypeError):
-        return email.utils.parsedate_to_datetime(answer.headers["Last-Modified"]).timestamp() > os.path.getmtime(path)
+        return email.utils.parsedate_to_datetime(
+            answer.headers["Last-Modified"]
+        ).timestamp() > os.path.getmtime(path)
     return False
 
 
 def stated_length(url: str, answer: http.client.HTTPResponse) -> Optional[int]:
-    """Return the length that an answer states, or None. UserError for an invalid length, or a web page in place of a file."""
-    if answer.headers.get_content_type() == "text/html" and not re.search(r"\.html?$", urllib.parse.urlsplit(url).path):
+    """Return the length that an answer states, or None.
+
+    UserError for an invalid length, or a web page in place of a file.
+    """
+    if answer.headers.get_content_type() == "text/html" and not re.search(
+        r"\.html?$", urllib.parse.urlsplit(url).path
+    ):
         raise UserError(
-            f"{url} answered with a page in place of the file: open it in a browser, fetch the file, and {BUCKET_ADVICE}"
+            f"{url} answered with a page in place of the file: open it in a browser, fetch the file, "
+            f"and {BUCKET_ADVICE}"
         )
     length = answer.headers.get("Content-Length")
     if length is not None and not re.fullmatch(r"[0-9]{1,18}", length):
-        raise UserError(f"{url} states the length {length[:40]!r}, which is none: fetch the file, and {BUCKET_ADVICE}")
+        raise UserError(
+            f"{url} states the length {length[:40]!r}, which is none: fetch the file, and {BUCKET_ADVICE}"
+        )
     return None if length is None else int(length)
 
 

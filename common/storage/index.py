@@ -1,4 +1,5 @@
-"""The records of a fetch in the subfolder .fetching: which object each file is, and which parts of large objects are there.
+"""The records of a fetch in the subfolder .fetching: which object each file is,
+and which parts of large objects are there.
 
 No object and no address can have a name in .fetching, so data and records are never confused.
 """
@@ -30,7 +31,8 @@ def make_records_folder(folder: str) -> str:
 
 
 def hashed_name(name: str) -> str:
-    """Return a file name for an object whose own name may be too long or have characters that a file name cannot have."""
+    """Return a file name for an object whose own name may be too long or have characters that a file name
+    cannot have."""
     return hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -43,7 +45,8 @@ def has_size(path: str, size: int) -> bool:
 
 
 def unfinished_path(folder: str, name: str) -> str:
-    """Return PATH for an object that is being fetched: it grows in PATH.part, and PATH.part.json records its parts."""
+    """Return PATH for an object that is being fetched: it grows in PATH.part,
+    and PATH.part.json records its parts."""
     return os.path.join(folder, FETCHING, hashed_name(name))
 
 
@@ -56,7 +59,8 @@ class Entry(NamedTuple):
 
 
 class Index:
-    """The record of which object each file of a folder is: lines of JSON, of which the last one for a name counts."""
+    """The record of which object each file of a folder is: lines of JSON,
+    of which the last one for a name counts."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -73,7 +77,8 @@ class Index:
         return set(self._entries)
 
     def has(self, name: str, item: Optional[Item] = None) -> bool:
-        """Return whether the file is recorded and unchanged since, and, if `item` is given, is that version of the object."""
+        """Return whether the file is recorded and unchanged since, and, if `item` is given,
+        is that version of the object."""
         entry = self._entries.get(name)
         if entry is None:
             return False
@@ -93,7 +98,8 @@ class Index:
             self._file.write(line + "\n")
 
     def remove(self, name: str) -> None:
-        """Delete the file of an object that the bucket no longer has, if possible, and record in the index that it is gone."""
+        """Delete the file of an object that the bucket no longer has, if possible,
+        and record in the index that it is gone."""
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self._folder, name))
         line = json.dumps({"name": name, "size": None, "etag": None, "mtime": None})
@@ -107,7 +113,8 @@ class Index:
 
 
 def fetched_names(folder: str) -> set[str]:
-    """Return the names of the files that the index of `folder` records as fetched; empty if there is no index."""
+    """Return the names of the files that the index of `folder` records as fetched;
+    empty if there is no index."""
     return set(_read_index(os.path.join(folder, FETCHING, INDEX)))
 
 
@@ -116,7 +123,8 @@ def _read_index(path: str) -> dict[str, Entry]:
     entries = {}
     with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a line that was cut off or damaged
+            # a line that was cut off or damaged
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 entry = json.loads(line)
                 if is_fetchable_name(entry["name"]):
                     entries[entry["name"]] = Entry(entry["size"], entry["etag"], entry["mtime"])
@@ -126,7 +134,10 @@ def _read_index(path: str) -> dict[str, Entry]:
 
 
 class Parts:
-    """An unfinished object in PATH.part. PATH.part.json states which object it is, and then each part that is there."""
+    """An unfinished object in PATH.part.
+
+    PATH.part.json states which object it is, and then each part that is there.
+    """
 
     def __init__(self, path: str, item: Item, part_bytes: int) -> None:
         self._part_bytes = part_bytes
@@ -147,8 +158,12 @@ class Parts:
     def _read_fetched(self, identity: dict) -> set[int]:
         """Return the numbers of the recorded parts; empty if the files are not of this object."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            statuses = [os.lstat(path) for path in (self._path, self._journal_path)]  # lstat does not follow links
-            if all(stat.S_ISREG(file_status.st_mode) for file_status in statuses) and statuses[0].st_size == self._size:
+            # lstat does not follow links
+            statuses = [os.lstat(path) for path in (self._path, self._journal_path)]
+            if (
+                all(stat.S_ISREG(file_status.st_mode) for file_status in statuses)
+                and statuses[0].st_size == self._size
+            ):
                 with open(self._journal_path) as file:
                     lines = file.read().split("\n")
                 if json.loads(lines[0]) == identity:
@@ -160,7 +175,8 @@ class Parts:
         return min(self._part_bytes, self._size - number * self._part_bytes)
 
     def chunks(self, number: int, largest: int) -> Iterator[memoryview]:
-        """Yield the bytes of a part that is there, in chunks of at most `largest` bytes; each is valid until the next."""
+        """Yield the bytes of a part that is there, in chunks of at most `largest` bytes;
+        each is valid until the next."""
         buffer = memoryview(bytearray(largest))
         begin = number * self._part_bytes
         end = number * self._part_bytes + self.length(number)

@@ -7,7 +7,10 @@ from typing import Optional
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """An object as the store lists it. `digest`: the ETag if it looks like an MD5, or an MD5 of MD5s and -N for N parts."""
+    """An object as the store lists it.
+
+    `digest`: the ETag if it looks like an MD5, or an MD5 of MD5s and -N for N parts.
+    """
 
     key: str
     size: int

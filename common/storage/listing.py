@@ -1,4 +1,5 @@
-"""List the objects to fetch from a bucket, give each a file name, and check that the disk has room for them."""
+"""List the objects to fetch from a bucket, give each a file name,
+and check that the disk has room for them."""
 
 import os
 from typing import Optional
@@ -15,7 +16,8 @@ SPARE = 64 << 20  # bytes that stay free on the disk
 
 
 def list_objects(bucket: Bucket, tell: Optional[Tell]) -> list[Item]:
-    """Return the objects below the bucket's address, or the one object of this name; raise UserError if there are none."""
+    """Return the objects below the bucket's address, or the one object of this name;
+    raise UserError if there are none."""
     key_prefix = bucket.key_prefix()
     items = []
     for item in bucket.items(key_prefix):
@@ -25,19 +27,26 @@ def list_objects(bucket: Bucket, tell: Optional[Tell]) -> list[Item]:
     if not items and key_prefix:
         items = [item for item in bucket.items(bucket.prefix) if item.key == bucket.prefix]
     if not items:
-        raise UserError(f"{bucket.url(key_prefix)} at {bucket.endpoint} holds nothing: no object's name begins so")
+        raise UserError(
+            f"{bucket.url(key_prefix)} at {bucket.endpoint} holds nothing: no object's name begins so"
+        )
     return items
 
 
 def items_by_path(bucket: Bucket, items: list[Item]) -> dict[str, Item]:
-    """Return {path in the local folder: item}, but no empty folders. UserError if a path is unsafe, or a file and a folder."""
+    """Return {path in the local folder: item}, but no empty folders.
+
+    UserError if a path is unsafe, or a file and a folder.
+    """
     by_path = {}
     for item in items:
         if item.key.endswith("/") and item.size == 0:
             continue  # the mark of a console for an empty folder
         name = os.path.basename(item.key) if item.key == bucket.prefix else bucket.relative(item.key)
         if not is_fetchable_name(name):
-            raise UserError(f"{one_line(bucket.url(item.key))[:300]} cannot be the name of a file: rename the object")
+            raise UserError(
+                f"{one_line(bucket.url(item.key))[:300]} cannot be the name of a file: rename the object"
+            )
         by_path[name] = item
     for name in by_path:
         folders = name.split("/")[:-1]
@@ -62,11 +71,15 @@ def require_space(folder: str, items: dict[str, Item], ending: str = ".part") ->
         sizes = f"{free_bytes / MIB:.0f} MiB free, {needed_bytes / MIB:.0f} MiB are to be fetched"
         raise UserError(f"{folder} has {sizes}: start the job in a folder on a larger disk")
     if disk.f_files and len(items) > free_files:
-        raise UserError(f"{folder} can take {free_files} more files, {len(items)} are to be fetched: start on another disk")
+        raise UserError(
+            f"{folder} can take {free_files} more files, {len(items)} are to be fetched: start on "
+            "another disk"
+        )
 
 
 def _bytes_on_disk(folder: str, name: str, item: Item, ending: str) -> int:
-    """Return how many bytes of an object are on the disk: in a file of its size, else in an unfinished one, else 0."""
+    """Return how many bytes of an object are on the disk: in a file of its size, else in an unfinished one,
+    else 0."""
     if index.has_size(os.path.join(folder, name), item.size):
         return item.size
     path = index.unfinished_path(folder, name) + ending

@@ -1,6 +1,7 @@
 """Do work such as fetching data once per node: one process does it, and the other processes of the node wait.
 
-The lease is a lock on a file, which the kernel releases when its owner dies. A later call does the work again.
+The lease is a lock on a file, which the kernel releases when its owner dies. A later call does the work
+again.
 """
 
 import contextlib
@@ -35,7 +36,8 @@ class Lease:
         self._reported_at = 0.0
 
     def tell(self, text: str, progress: int = 0) -> None:
-        """Report how far the work is, at most once a second; `progress` must change as long as the work goes on."""
+        """Report how far the work is, at most once a second;
+        `progress` must change as long as the work goes on."""
         now = time.monotonic()
         if now - self._reported_at > TELL_SECONDS:
             self._reported_at = now
@@ -50,9 +52,11 @@ class Lease:
 
 
 def once_per_node(path: str, work: Callable[[Lease], object], request: str = "") -> None:
-    """Call `work(lease)` in the process of a node that locks PATH.lock; others wait and raise its error, or work if it dies.
+    """Call `work(lease)` in the process of a node that locks PATH.lock; others wait and raise its error,
+    or work if it dies.
 
-    `request`: an id of the work; a process whose id differs does its own work afterwards, under the same lock.
+    `request`: an id of the work; a process whose id differs does its own work afterwards, under the same
+    lock.
     """
     began = time.monotonic()
     folder = os.path.dirname(os.path.abspath(path))
@@ -82,7 +86,8 @@ def once_per_node(path: str, work: Callable[[Lease], object], request: str = "")
 
 @contextlib.contextmanager
 def locked(path: str, refusal: str) -> Iterator[None]:
-    """Hold the lock of `path` during the block; raise a UserError with the text `refusal` if another process holds it."""
+    """Hold the lock of `path` during the block; raise a UserError with the text `refusal` if another process
+    holds it."""
     with if_free(path) as is_held:
         if not is_held:
             raise UserError(refusal)
@@ -91,7 +96,8 @@ def locked(path: str, refusal: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def if_free(path: str) -> Iterator[bool]:
-    """Hold the lock of `path` during the block, which is given True; or False, if another process holds it."""
+    """Hold the lock of `path` during the block, which is given True; or False,
+    if another process holds it."""
     file = _open_lock_file(path)
     try:
         yield _try_lock(file)
@@ -101,7 +107,8 @@ def if_free(path: str) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def when_free(path: str, goes_on: Callable[[], bool]) -> Iterator[bool]:
-    """Hold the lock of `path` during the block, which is given True; or False, if goes_on() ended before the lock was free."""
+    """Hold the lock of `path` during the block, which is given True; or False,
+    if goes_on() ended before the lock was free."""
     file = _open_lock_file(path)
     try:
         while goes_on():
@@ -115,18 +122,23 @@ def when_free(path: str, goes_on: Callable[[], bool]) -> Iterator[bool]:
 
 
 def is_free(path: str) -> bool:
-    """Whether no process holds the lock of `path`. Others may ask at the same time, and do not take each other for holders."""
+    """Whether no process holds the lock of `path`.
+
+    Others may ask at the same time, and do not take each other for holders.
+    """
     file = _open_lock_file(path)
     try:
         was_free = _lock(file, fcntl.LOCK_SH)
-        fcntl.flock(file, fcntl.LOCK_UN)  # at once, also if a process that was forked meanwhile has the file open
+        # at once, also if a process that was forked meanwhile has the file open
+        fcntl.flock(file, fcntl.LOCK_UN)
         return was_free
     finally:
         os.close(file)
 
 
 def _open_lock_file(path: str) -> int:
-    """Open the file to lock: PATH.lock, or a file in this machine's temporary folder if the disk of PATH has no locks."""
+    """Open the file to lock: PATH.lock, or a file in this machine's temporary folder if the disk of PATH has
+    no locks."""
     refuse_link(f"{path}.lock")
     with raising_path_conflict(f"{path}.lock"):
         file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -142,11 +154,15 @@ def _open_lock_file(path: str) -> int:
 
 
 def _wait(lease: Lease, file: int, path: str, began: float) -> dict[str, Any]:
-    """Wait for the lease and take it. Return the last owner's note if it is newer than `began` (time.monotonic), else {}."""
+    """Wait for the lease and take it.
+
+    Return the last owner's note if it is newer than `began` (time.monotonic), else {}.
+    """
     waiting = Waiting()
     while not _lock(file, fcntl.LOCK_EX):
         note = _read_note(file)
-        lease.pulse.set("fetch", int(note.get("at", 0)))  # so this process counts as stuck only if the owner is
+        # so this process counts as stuck only if the owner is
+        lease.pulse.set("fetch", int(note.get("at", 0)))
         if waiting.claim_line():
             print(f"waiting for another process of this node: {one_line(note.get('text', path))}", flush=True)
         time.sleep(POLL_SECONDS)
@@ -155,7 +171,8 @@ def _wait(lease: Lease, file: int, path: str, began: float) -> dict[str, Any]:
 
 
 def boot_id() -> str:
-    """Return an id of this boot of the machine, from which time.monotonic() counts; empty if the system gives none."""
+    """Return an id of this boot of the machine, from which time.monotonic() counts;
+    empty if the system gives none."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return ""
@@ -184,7 +201,8 @@ def _lock(file: int, kind: int) -> bool:
 
 def _read_note(file: int) -> dict[str, Any]:
     """Return the note in the lock file; {} if there is none or it is damaged."""
-    with contextlib.suppress(ValueError, OSError, TypeError, KeyError, RecursionError):  # the file may hold anything
+    # the file may hold anything
+    with contextlib.suppress(ValueError, OSError, TypeError, KeyError, RecursionError):
         note = json.loads(os.pread(file, 8192, 0))
         return note if 0 <= note["at"] < 1e15 else {}
     return {}

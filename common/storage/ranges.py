@@ -1,4 +1,5 @@
-"""Read parts of a bucket's objects: through obstore where it is installed, else boto3, which also says why a request failed."""
+"""Read parts of a bucket's objects: through obstore where it is installed, else boto3,
+which also says why a request failed."""
 
 import time
 from typing import Any, Callable
@@ -8,11 +9,15 @@ from common.storage import obstore
 from common.storage.bucket import Bucket, ObjectChanged
 from common.storage.item import Item
 
-SLOW_SECONDS = 30.0  # for which boto3 reads after a request of obstore's has failed; twice as long after each further one
+# for which boto3 reads after a request of obstore's has failed; twice as long after each further one
+SLOW_SECONDS = 30.0
 
 
 class Ranges:
-    """Reads parts, from any number of threads. Temporary errors are retried for `patience`; a refusal raises UserError."""
+    """Reads parts, from any number of threads.
+
+    Temporary errors are retried for `patience`; a refusal raises UserError.
+    """
 
     def __init__(self, bucket: Bucket, patience: Patience) -> None:
         self._bucket = bucket

@@ -1,7 +1,7 @@
 """Fetch data and publish results: the same for a mounted folder, a bucket and a web server.
 
-folder = fetch(url, folder)     what to read: the path itself, or a folder that now holds what the address names
-publish(path, url)              a file or folder, to a path or a bucket
+folder = fetch(url, folder)     what to read: the path itself, or a folder that now holds what the address
+names publish(path, url)              a file or folder, to a path or a bucket
 """
 
 import hashlib
@@ -18,9 +18,14 @@ from common.errors import UserError, file_error, one_line
 
 
 def fetch(
-    url: str, folder: Optional[str] = None, say: Say = print, inputs: str = INPUT_DIR, only: Optional[Collection[str]] = None
+    url: str,
+    folder: Optional[str] = None,
+    say: Say = print,
+    inputs: str = INPUT_DIR,
+    only: Optional[Collection[str]] = None,
 ) -> str:
-    """Fetch what `url` names, once per node, to `folder` or a subfolder of `inputs`; return this, or `url` if it is a path.
+    """Fetch what `url` names, once per node, to `folder` or a subfolder of `inputs`; return this,
+    or `url` if it is a path.
 
     `only`: paths below a bucket's `url`; no other objects are fetched.
     """
@@ -47,7 +52,9 @@ def fetch(
         else:
             name = os.path.basename(urllib.parse.urlsplit(url).path) or "download"
             if not is_fetchable_name(name):
-                raise UserError(f"{one_line(url)[:200]} ends with what cannot be the name of a file: give another address")
+                raise UserError(
+                    f"{one_line(url)[:200]} ends with what cannot be the name of a file: give another address"
+                )
             path = os.path.join(folder, name)
             lock_path = os.path.join(index.make_records_folder(folder), name)
 
@@ -63,7 +70,10 @@ def fetch(
 
 
 def publish(path: str, url: str, say: Say = print) -> None:
-    """Copy a file or folder to a path, or to a bucket, which gets no hidden files. Each file gets its name when it is whole."""
+    """Copy a file or folder to a path, or to a bucket, which gets no hidden files.
+
+    Each file gets its name when it is whole.
+    """
     if is_bucket(url):
         from common.storage import upload
 

@@ -33,7 +33,10 @@ class Uploads:
 
     def names(self) -> list[str]:
         """Return the names of all objects below the address."""
-        return [self.bucket.relative(item.key) for item in self.bucket.items(self.bucket.key_prefix(), self.patience)]
+        return [
+            self.bucket.relative(item.key)
+            for item in self.bucket.items(self.bucket.key_prefix(), self.patience)
+        ]
 
     def delete(self, name: str) -> None:
         """Delete an object; it may be missing."""
@@ -62,7 +65,9 @@ class Uploads:
             if not etag.is_encrypted(answer) and answer["ETag"].strip('"') != digest.hexdigest():
                 raise ConnectionError("the store has received other bytes than were sent")
 
-        self.bucket.ask("put_object", self.key(name), self.patience, work=check, Body=content, ContentMD5=_base64(digest))
+        self.bucket.ask(
+            "put_object", self.key(name), self.patience, work=check, Body=content, ContentMD5=_base64(digest)
+        )
 
     def _put_in_parts(self, name: str, file: BinaryIO) -> None:
         """Upload a file as a multipart upload, which is aborted after an error."""
@@ -73,14 +78,21 @@ class Uploads:
             while content := file.read(PART):
                 number = len(parts) + 1
                 digest = hashlib.md5(content)
-                parameters = {"UploadId": upload_id, "PartNumber": number, "Body": content, "ContentMD5": _base64(digest)}
+                parameters = {
+                    "UploadId": upload_id,
+                    "PartNumber": number,
+                    "Body": content,
+                    "ContentMD5": _base64(digest),
+                }
                 answer = self.bucket.ask("upload_part", key, self.patience, **parameters)
                 parts.append({"PartNumber": number, "ETag": answer["ETag"]})
             parameters = {"UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
             self.bucket.ask("complete_multipart_upload", key, self.patience, **parameters)
         except BaseException:
             with contextlib.suppress(Exception):
-                self.bucket.client.abort_multipart_upload(Bucket=self.bucket.name, Key=key, UploadId=upload_id)
+                self.bucket.client.abort_multipart_upload(
+                    Bucket=self.bucket.name, Key=key, UploadId=upload_id
+                )
             raise
 
     def abort_unfinished(self, is_ours: Callable[[str], bool]) -> None:
@@ -132,8 +144,8 @@ def require_readable(folder: str, read_errors: list[OSError]) -> None:
     """Raise TrainingFailed if there are errors in `read_errors`."""
     if read_errors:
         raise TrainingFailed(
-            f"{len(read_errors)} files or folders of {folder} cannot be read, so they are not published; the first is "
-            f"{one_line(read_errors[0].filename)}: {read_errors[0].strerror}"
+            f"{len(read_errors)} files or folders of {folder} cannot be read, so they are not published; the "
+            f"first is {one_line(read_errors[0].filename)}: {read_errors[0].strerror}"
         )
 
 
@@ -152,7 +164,8 @@ def upload(path: str, url: str, say: Say = print) -> None:
 
 
 def is_up_to_date(item: Optional[Item], path: str) -> bool:
-    """Return whether the ETag of an object proves that it has the bytes of the file; False for None (no such object)."""
+    """Return whether the ETag of an object proves that it has the bytes of the file;
+    False for None (no such object)."""
     if item is None or item.size != os.path.getsize(path) or not item.digest:
         return False
     hasher = etag.Hasher(item.digest, item.size, PART)

@@ -1,5 +1,6 @@
-"""How each tracker is told of a run: one entry for all of its starts, found by the run's own id; the x axis counts samples, so
-that steps that are done again after a kill do not break a curve. Address and key come from the tracker's own variables.
+"""How each tracker is told of a run: one entry for all of its starts, found by the run's own id; the x axis
+counts samples, so that steps that are done again after a kill do not break a curve. Address and key come from
+the tracker's own variables.
 """
 
 import importlib.util
@@ -16,10 +17,14 @@ Rows = list[tuple[int, float, dict[str, float]]]  # (samples, time, values)
 
 
 def describe_run(start: dict, folder: str) -> tuple[str, dict[str, Any], dict[str, str]]:
-    """Return (name, settings that are not at their defaults, tags) of a run. `start`: its last start in the journal."""
+    """Return (name, settings that are not at their defaults, tags) of a run.
+
+    `start`: its last start in the journal.
+    """
     settings = {name: start[name] for name in ("epochs", "global_batch", "ranks", "best_by") if name in start}
     settings.update({name: values[0] for name, values in start.get("options", {}).items()})
-    tags = {"job": start["job"], "platform": start.get("platform", ""), **start.get("versions", {})}  # among them the commit
+    # among them the commit
+    tags = {"job": start["job"], "platform": start.get("platform", ""), **start.get("versions", {})}
     return os.path.basename(os.path.abspath(folder)), settings, tags
 
 
@@ -50,12 +55,15 @@ class MLflow:
         name, settings, tags = describe_run(start, folder)
         self._run = os.environ.get("MLFLOW_RUN_ID") or self._find_run(start["job"], start["run"], name)
         saved_params = self._client.get_run(self._run).data.params  # which cannot be changed
-        missing = [Param(name, str(value)[:6000]) for name, value in settings.items() if name not in saved_params]
+        missing = [
+            Param(name, str(value)[:6000]) for name, value in settings.items() if name not in saved_params
+        ]
         self._client.log_batch(self._run, params=missing, tags=[RunTag(*tag) for tag in tags.items()])
         self._client.update_run(self._run, status="RUNNING")
 
     def _find_run(self, job: str, run: str, run_name: str) -> str:
-        """Return the id of the entry for this run, which is made if there is none: MLflow chooses the ids itself."""
+        """Return the id of the entry for this run, which is made if there is none:
+        MLflow chooses the ids itself."""
         client = self._client
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", job)
         experiment = os.environ.get("MLFLOW_EXPERIMENT_ID")
@@ -63,7 +71,9 @@ class MLflow:
             match = client.get_experiment_by_name(name)
             experiment = match.experiment_id if match else client.create_experiment(name)
         runs = client.search_runs([experiment], f"tags.`anyrank.run` = '{run}'")
-        entry = runs[0] if runs else client.create_run(experiment, tags={"anyrank.run": run}, run_name=run_name)
+        entry = (
+            runs[0] if runs else client.create_run(experiment, tags={"anyrank.run": run}, run_name=run_name)
+        )
         return entry.info.run_id
 
     def progress(self) -> dict[str, Any]:
@@ -89,11 +99,16 @@ class MLflow:
         """Close the entry. Empty texts: the run has not ended, and its entry stays open."""
         if outcome:
             self._client.set_tag(self._run, "ended", reason)
-            self._client.set_terminated(self._run, {"failed": "FAILED", "stopped": "KILLED"}.get(outcome, "FINISHED"))
+            self._client.set_terminated(
+                self._run, {"failed": "FAILED", "stopped": "KILLED"}.get(outcome, "FINISHED")
+            )
 
 
 class WandB:
-    """A run's entry in Weights & Biases, whose id is that of the run. Its methods are those of MLflow, above."""
+    """A run's entry in Weights & Biases, whose id is that of the run.
+
+    Its methods are those of MLflow, above.
+    """
 
     def __init__(self, start: dict, folder: str):
         import wandb  # pyright: ignore[reportMissingImports]
@@ -103,8 +118,8 @@ class WandB:
         client_settings = wandb.Settings(console="off", silent=True)
         self._run: Any = wandb.init(
             id=start["run"], resume="allow", project=os.environ.get("WANDB_PROJECT", start["job"]), name=name,
-            dir=os.environ.get("WANDB_DIR", folder),
-            config=settings, tags=[f"{key}={value}"[:64] for key, value in tags.items()], settings=client_settings,
+            dir=os.environ.get("WANDB_DIR", folder), config=settings,
+            tags=[f"{key}={value}"[:64] for key, value in tags.items()], settings=client_settings,
         )  # fmt: skip
         self._run.define_metric("*", step_metric="samples")
 
@@ -133,9 +148,9 @@ class SwanLab:
         name, settings, tags = describe_run(start, folder)
         self._swanlab: Any = swanlab  # whatever version is there, with its types or without
         swanlab.init(
-            id=start["run"], resume="allow", project=os.environ.get("SWANLAB_PROJ_NAME", start["job"]), name=name,
-            log_dir=os.environ.get("SWANLAB_LOG_DIR", os.path.join(folder, "swanlog")), config=settings,
-            tags=[f"{key}={value}" for key, value in tags.items()],
+            id=start["run"], resume="allow", project=os.environ.get("SWANLAB_PROJ_NAME", start["job"]),
+            name=name, log_dir=os.environ.get("SWANLAB_LOG_DIR", os.path.join(folder, "swanlog")),
+            config=settings, tags=[f"{key}={value}" for key, value in tags.items()],
         )  # fmt: skip
 
     def progress(self) -> dict[str, Any]:

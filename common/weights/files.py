@@ -1,4 +1,6 @@
-"""The files of weights that a run writes: the network of an epoch. Those to begin with or to evaluate: checkpoints.pretrained.
+"""The files of weights that a run writes: the network of an epoch.
+
+Those to begin with or to evaluate: checkpoints.pretrained.
 
 epoch_3.pth           tensors by name, as torch.save() writes them
 epoch_3.pth.sha256    its digest, for the program sha256sum
@@ -18,11 +20,15 @@ import torch
 from common.files import remove, write_atomically
 
 WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-TORCHVISION_DIGEST = re.compile(r"-([0-9a-f]{8,64})\.pth$")  # torchvision's file names end with the beginning of the SHA-256
+# torchvision's file names end with the beginning of the SHA-256
+TORCHVISION_DIGEST = re.compile(r"-([0-9a-f]{8,64})\.pth$")
 DIGEST = ".sha256"  # the ending of the file beside a file of weights
-# Fields, with their types, of the JSON file beside the weights of an epoch; OPTIONS are the run's options among them.
-OPTIONS = {"arch": str, "width": int, "image_size": int, "resize": str, "interpolation": str, "seed": int, "crop_pct": float,
-           "mean": list, "std": list}  # fmt: skip
+# Fields, with their types, of the JSON file beside the weights of an epoch; OPTIONS are the run's options
+# among them.
+OPTIONS = {
+    "arch": str, "width": int, "image_size": int, "resize": str, "interpolation": str, "seed": int,
+    "crop_pct": float, "mean": list, "std": list,
+}  # fmt: skip
 METADATA_FIELDS = {"epoch": int, "metrics": dict, "classes": list, **OPTIONS}
 
 
@@ -34,7 +40,8 @@ def encode(state: dict) -> memoryview:
 
 
 def plain_name(name: str, names: Collection[str]) -> str:
-    """Strip the prefixes of wrappers (DataParallel, DDP, compile, averages) from a name until it is one of `names`."""
+    """Strip the prefixes of wrappers (DataParallel, DDP, compile, averages) from a name until it is one of
+    `names`."""
     while name not in names and (bare := re.sub(r"^(module|_orig_mod)\.", "", name)) != name:
         name = bare
     return name
@@ -53,16 +60,23 @@ def beside(path: str) -> str:
 
 
 def write_weights(path: str, weights: dict, metadata: Optional[dict] = None) -> None:
-    """Write a file of weights, a .sha256 file for the program sha256sum and, if given, `metadata` as the .json beside it."""
+    """Write a file of weights, a .sha256 file for the program sha256sum and, if given,
+    `metadata` as the .json beside it."""
     content = encode(weights)
     if metadata:
-        write_atomically(beside(path), json.dumps(metadata, indent=1, ensure_ascii=False).encode(errors="backslashreplace"))
+        write_atomically(
+            beside(path), json.dumps(metadata, indent=1, ensure_ascii=False).encode(errors="backslashreplace")
+        )
     remove(path + DIGEST)  # the digest of the weights that are replaced
     write_atomically(path, content)
-    write_atomically(path + DIGEST, f"{hashlib.sha256(content).hexdigest()}  {os.path.basename(path)}\n".encode())
+    write_atomically(
+        path + DIGEST, f"{hashlib.sha256(content).hexdigest()}  {os.path.basename(path)}\n".encode()
+    )
 
 
 def evaluated_weights(state: dict) -> dict[str, torch.Tensor]:
     """Return the weights to evaluate: the averaged ones if the checkpoint has them."""
     weights = state.get("ema", state["model"])
-    return {plain_name(name, state["model"]): tensor for name, tensor in weights.items() if name != "n_averaged"}
+    return {
+        plain_name(name, state["model"]): tensor for name, tensor in weights.items() if name != "n_averaged"
+    }

@@ -1,4 +1,7 @@
-"""What a checkpoint and a file of weights may hold: tensors and plain values. How they are read: tensors.py."""
+"""What a checkpoint and a file of weights may hold: tensors and plain values.
+
+How they are read: tensors.py.
+"""
 
 import collections
 from typing import Any, Optional
@@ -9,8 +12,9 @@ DEEPEST = 100  # levels of lists and dicts in each other
 LARGEST_KEY = 2**32  # of a dict: larger numbers can be chosen so that they all collide in its table
 TYPES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16,
-    "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool, "ComplexFloatStorage": torch.complex64,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool, "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
 }  # fmt: skip
 
@@ -20,7 +24,8 @@ class Refused(ValueError):
 
 
 def check(value: Any, depth: int = 0, seen: Optional[set[int]] = None) -> None:
-    """Raise Refused if the value holds something that a file may not hold, such as a sparse tensor or an object of a class."""
+    """Raise Refused if the value holds something that a file may not hold,
+    such as a sparse tensor or an object of a class."""
     seen = set() if seen is None else seen
     if id(value) in seen:  # an object that occurs many times is checked once
         return
@@ -43,5 +48,8 @@ def check(value: Any, depth: int = 0, seen: Optional[set[int]] = None) -> None:
 
 
 def is_key(key: Any) -> bool:
-    """Whether this may be a key of a dict. No tuple may: to hash tuples nested very deep can overflow the stack of C."""
+    """Whether this may be a key of a dict.
+
+    No tuple may: to hash tuples nested very deep can overflow the stack of C.
+    """
     return key is None or type(key) is str or (type(key) in (int, bool) and abs(key) < LARGEST_KEY)

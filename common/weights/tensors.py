@@ -1,8 +1,10 @@
-"""Read tensors from a file of torch.save or of safetensors without torch.load, so that no version of torch runs code in it.
+"""Read tensors from a file of torch.save or of safetensors without torch.load,
+so that no version of torch runs code in it.
 
-torch.load with weights_only has run code below torch 2.6 (CVE-2025-32434), and below 2.10 a crafted file could damage the
-memory of the process (CVE-2026-24747). Here a pickle may make only plain values and what NAMES lists. Each number that
-describes a tensor is checked against the bytes of the file, and the bytes are copied.
+torch.load with weights_only has run code below torch 2.6 (CVE-2025-32434), and below 2.10 a crafted file
+could damage the memory of the process (CVE-2026-24747). Here a pickle may make only plain values and what
+NAMES lists. Each number that describes a tensor is checked against the bytes of the file, and the bytes are
+copied.
 """
 
 import collections
@@ -29,8 +31,9 @@ PROTOCOL = 1001
 BEGINNINGS = (b"PK\3\4", pickle.dumps(MAGIC, 2))  # of a file of torch.save, now and before 1.6
 # The names of types in a file of safetensors.
 SAFE_TYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
 LONGEST_HEADER = 8 << 20  # bytes, of a file of safetensors
 Storage = Callable[[str, int], torch.Tensor]  # (key of a storage, number of bytes) -> the bytes
@@ -42,7 +45,9 @@ class LegacyFormat(Refused):
 
 def has_known_header(head: bytes) -> bool:
     """Whether these are the first bytes, at least nine, of a file that `read` may read."""
-    return head.startswith(BEGINNINGS) or (head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= LONGEST_HEADER)
+    return head.startswith(BEGINNINGS) or (
+        head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= LONGEST_HEADER
+    )
 
 
 def read(content: bytes, verified: bool) -> Any:
@@ -65,7 +70,8 @@ def read(content: bytes, verified: bool) -> Any:
 
 
 def read_records(records: dict[str, Any]) -> Any:
-    """Return the value in {name: bytes}, the records of an archive of torch.save; they are removed as they are used."""
+    """Return the value in {name: bytes}, the records of an archive of torch.save;
+    they are removed as they are used."""
     storages: dict[str, torch.Tensor] = {}
 
     def storage(key: str, _size: int) -> torch.Tensor:  # it has a size of its own
@@ -94,7 +100,8 @@ def _read_archive(content: bytes, verified: bool) -> Any:
         if name == "constants.pkl" or name.startswith("code/"):
             raise Refused("it is a program of TorchScript")
         begin = entry.header_offset + 30
-        begin += sum(struct.unpack_from("<2H", content, begin - 4))  # the lengths of the name and of the extra field
+        # the lengths of the name and of the extra field
+        begin += sum(struct.unpack_from("<2H", content, begin - 4))
         records[name] = memoryview(content)[begin : begin + entry.file_size]
         if entry.compress_type or len(records[name]) != entry.file_size:
             raise Refused(f"{name} is compressed, or not whole")
@@ -106,7 +113,8 @@ def _read_archive(content: bytes, verified: bool) -> Any:
 
 
 def _read_legacy(content: bytes) -> Any:
-    """Return the value in a file of torch before 1.6: five pickles, the fourth of them the value, then each storage's bytes."""
+    """Return the value in a file of torch before 1.6: five pickles, the fourth of them the value,
+    then each storage's bytes."""
     file = io.BytesIO(content)
     storages = {}
     remaining = len(content)
@@ -125,7 +133,11 @@ def _read_legacy(content: bytes) -> Any:
         raise Refused("it is no file of torch.save")
     value = Unpickler(file, storage).load()
     keys = Unpickler(file, storage).load()
-    if type(keys) is not list or not all(type(key) is str for key in keys) or sorted(keys) != sorted(storages):
+    if (
+        type(keys) is not list
+        or not all(type(key) is str for key in keys)
+        or sorted(keys) != sorted(storages)
+    ):
         raise Refused("it lacks a storage")
     for key in keys:
         file.read(8)
@@ -140,7 +152,7 @@ def _copy(record: memoryview) -> torch.Tensor:
     return tensor
 
 
-# --- safetensors: a length, that many bytes of JSON, and the bytes of the tensors ------------------------------------------
+# --- safetensors: a length, that many bytes of JSON, and the bytes of the tensors ---------------------------
 
 
 def _read_safetensors(content: bytes) -> dict[str, torch.Tensor]:
@@ -159,7 +171,10 @@ def _read_safetensors(content: bytes) -> dict[str, torch.Tensor]:
         end = stop
     if begin > len(content) or end != len(data):
         raise Refused("it has not as many bytes as it says")
-    return {name: _copy(data[start:stop]).view(kind).reshape(shape) for name, (kind, shape, start, stop) in entries.items()}
+    return {
+        name: _copy(data[start:stop]).view(kind).reshape(shape)
+        for name, (kind, shape, start, stop) in entries.items()
+    }
 
 
 def _entry(entry: object) -> tuple[torch.dtype, list[int], int, int]:
@@ -171,7 +186,9 @@ def _entry(entry: object) -> tuple[torch.dtype, list[int], int, int]:
     offsets = entry["data_offsets"]
     if type(name) is not str or name not in SAFE_TYPES:
         raise Refused(f"it holds a tensor of {str(name)[:80]}, which is not read here")
-    if not all(type(numbers) is list and all(type(n) is int for n in numbers) for numbers in (shape, offsets)):
+    if not all(
+        type(numbers) is list and all(type(n) is int for n in numbers) for numbers in (shape, offsets)
+    ):
         raise Refused("a tensor in it has no shape")
     kind = SAFE_TYPES[name]
     if len(shape) > 64 or len(offsets) != 2 or min([*shape, *offsets]) < 0 or math.prod(shape) >= 2**62:
@@ -194,11 +211,14 @@ def _below_2_62(digits: str) -> int:
     return int(digits)
 
 
-# --- What a pickle may make ---------------------------------------------------------------------------------------------
+# --- What a pickle may make ---------------------------------------------------------------------------------
 
 
 class _Storage:
-    """A storage, made only by persistent_load. A type of its own, so that no tensor is made from another tensor."""
+    """A storage, made only by persistent_load.
+
+    A type of its own, so that no tensor is made from another tensor.
+    """
 
     def __init__(self, flat: torch.Tensor):
         self.flat = flat
@@ -213,10 +233,13 @@ def _tensor(
     _hooks: object = None,
     metadata: object = None,
 ) -> torch.Tensor:
-    """Return a tensor that views a storage; Refused if it has more elements than the storage, or some outside of it."""
+    """Return a tensor that views a storage; Refused if it has more elements than the storage,
+    or some outside of it."""
     if type(storage) is not _Storage or type(size) is not tuple or type(stride) is not tuple or metadata:
         raise Refused("a tensor in it is none")
-    if not len(size) == len(stride) <= 64 or not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *size, *stride)):
+    if not len(size) == len(stride) <= 64 or not all(
+        type(n) is int and 0 <= n < 2**62 for n in (offset, *size, *stride)
+    ):
         raise Refused("a tensor in it has no shape")
     numel = math.prod(size)
     storage_numel = len(storage.flat)
@@ -267,7 +290,9 @@ class Unpickler(PlainUnpickler):
         try:
             return super().load()
         except KeyError as error:
-            raise Refused(f"it has opcode {error}: it is no pickle of protocol 2, with which torch.save writes") from None
+            raise Refused(
+                f"it has opcode {error}: it is no pickle of protocol 2, with which torch.save writes"
+            ) from None
         except pickle.UnpicklingError as error:
             raise Refused(str(error)) from None
         except (EOFError, IndexError):
@@ -278,7 +303,11 @@ class Unpickler(PlainUnpickler):
         if type(pid) is not tuple or len(pid) not in (5, 6) or any(view is not None for view in pid[5:]):
             raise Refused("a storage in it is none")
         tag, kind, key, _, numel = pid[:5]
-        if (tag, type(kind), type(key), type(numel)) != ("storage", torch.dtype, str, int) or numel < 0 or len(key) > 100:
+        if (
+            (tag, type(kind), type(key), type(numel)) != ("storage", torch.dtype, str, int)
+            or numel < 0
+            or len(key) > 100
+        ):
             raise Refused("a storage in it is none")
         size = numel * torch.empty(0, dtype=kind).element_size()
         content = self._storage(key, size)
@@ -314,7 +343,11 @@ class Unpickler(PlainUnpickler):
     def _reduce(self):
         arguments = self.stack.pop()
         function = self.stack[-1]
-        if not any(function is allowed for allowed in FUNCTIONS.values()) or type(arguments) is not tuple or len(arguments) > 7:
+        if (
+            not any(function is allowed for allowed in FUNCTIONS.values())
+            or type(arguments) is not tuple
+            or len(arguments) > 7
+        ):
             raise Refused("it calls what is no part of a tensor")
         try:
             self.stack[-1] = function(*arguments)
@@ -322,13 +355,15 @@ class Unpickler(PlainUnpickler):
             raise Refused("a tensor in it has too few parts") from None
 
     def _build(self):
-        """Drop the attributes of an OrderedDict: the versions of layers that torch.nn adds to a state_dict, not needed here."""
+        """Drop the attributes of an OrderedDict: the versions of layers that torch.nn adds to a state_dict,
+        not needed here."""
         self.stack.pop()
         self._require_type(self.stack[-1], collections.OrderedDict)
 
     dispatch: ClassVar[Any] = {
         **PlainUnpickler.dispatch,
         **opcodes(pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.BINPERSID),
-        pickle.APPEND[0]: _append, pickle.APPENDS[0]: _appends, pickle.SETITEM[0]: _setitem, pickle.SETITEMS[0]: _setitems,
-        pickle.REDUCE[0]: _reduce, pickle.NEWOBJ[0]: _reduce, pickle.BUILD[0]: _build,
+        pickle.APPEND[0]: _append, pickle.APPENDS[0]: _appends, pickle.SETITEM[0]: _setitem,
+        pickle.SETITEMS[0]: _setitems, pickle.REDUCE[0]: _reduce, pickle.NEWOBJ[0]: _reduce,
+        pickle.BUILD[0]: _build,
     }  # fmt: skip

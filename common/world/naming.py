@@ -1,10 +1,12 @@
-"""Short texts for the log: the names of any number of nodes and ranks, and the first difference between two texts."""
+"""Short texts for the log: the names of any number of nodes and ranks,
+and the first difference between two texts."""
 
 LONGEST_LIST = 200
 
 
 def first_difference(first: str, second: str) -> tuple[str, str]:
-    """Return the first words in which two texts differ; both texts if one consists of the other's first words."""
+    """Return the first words in which two texts differ;
+    both texts if one consists of the other's first words."""
     for first_word, second_word in zip(first.split(" "), second.split(" ")):
         if first_word != second_word:
             return first_word, second_word
@@ -12,7 +14,8 @@ def first_difference(first: str, second: str) -> tuple[str, str]:
 
 
 def spans(numbers: list[int], longest: int = LONGEST_LIST) -> str:
-    """Return "1-3, 7" for sorted numbers [1, 2, 3, 7]; if it is longer than `longest`, only its beginning and "and 5 more"."""
+    """Return "1-3, 7" for sorted numbers [1, 2, 3, 7]; if it is longer than `longest`,
+    only its beginning and "and 5 more"."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

@@ -1,4 +1,5 @@
-"""Find the network interface for the ranks and a free port, and set how many connections a process may have."""
+"""Find the network interface for the ranks and a free port,
+and set how many connections a process may have."""
 
 import array
 import contextlib
@@ -22,7 +23,8 @@ OF_INFINIBAND = r"nccl.*(ib_|ibv|NET/IB|GDR|unhandled system error|ncclSystemErr
 
 
 def allow_open_files(number: int) -> int:
-    """Let this process have `number` files and connections open, or as many as the hard limit allows; return how many."""
+    """Let this process have `number` files and connections open, or as many as the hard limit allows;
+    return how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = number if hard == resource.RLIM_INFINITY else min(number, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -37,7 +39,10 @@ def free_port() -> int:
 
 
 def route_to(address: str) -> Optional[str]:
-    """Return this host's address from which packets to `address` leave, or None without a route. No packet is sent there."""
+    """Return this host's address from which packets to `address` leave, or None without a route.
+
+    No packet is sent there.
+    """
     for family, kind, protocol, _, target in socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM):
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
@@ -46,20 +51,25 @@ def route_to(address: str) -> Optional[str]:
 
 
 def group_environment(own_address: Optional[str]) -> dict[str, str]:
-    """Return the environment of a process group of Gloo: interfaces(), and two settings with which ranks meet in fewer bytes.
+    """Return the environment of a process group of Gloo: interfaces(),
+    and two settings with which ranks meet in fewer bytes.
 
-    Without them each rank tells an address for each other rank, and of 256 ranks, rank 0 sends 156 MB instead of 12 MB.
+    Without them each rank tells an address for each other rank, and of 256 ranks, rank 0 sends 156 MB instead
+    of 12 MB.
     """
     store_settings = {
-        name: os.environ.get(name, "1") for name in ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
+        name: os.environ.get(name, "1")
+        for name in ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
     }
     return {**store_settings, **interfaces(own_address)}
 
 
 def interfaces(own_address: Optional[str]) -> dict[str, str]:
-    """Return GLOO_SOCKET_IFNAME and, unless it is lo, NCCL_SOCKET_IFNAME for the interface with this address, if not yet set.
+    """Return GLOO_SOCKET_IFNAME and, unless it is lo, NCCL_SOCKET_IFNAME for the interface with this address,
+    if not yet set.
 
-    Without them Gloo resolves the host's own name, which in many containers is the loopback, and no node reaches another.
+    Without them Gloo resolves the host's own name, which in many containers is the loopback, and no node
+    reaches another.
     """
     name = interface_of(own_address)
     if name is None:
@@ -81,7 +91,8 @@ def _ipv4_interfaces() -> dict[str, str]:
     """Return {IPv4 address: the interface that has it}. An interface may have several."""
     answer = array.array("B", bytes(IFREQ_BYTES * MOST_ADDRESSES))
     memory_address, num_bytes = answer.buffer_info()
-    request = struct.pack("iL", num_bytes, memory_address)  # struct ifconf, which the kernel returns with the bytes it wrote
+    # struct ifconf, which the kernel returns with the bytes it wrote
+    request = struct.pack("iL", num_bytes, memory_address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             num_bytes, _ = struct.unpack("iL", fcntl.ioctl(probe, SIOCGIFCONF, request))
@@ -91,7 +102,8 @@ def _ipv4_interfaces() -> dict[str, str]:
     for start in range(0, num_bytes, IFREQ_BYTES):
         entry = answer[start : start + IFREQ_BYTES].tobytes()
         label = entry[:16].partition(b"\0")[0].decode()
-        interfaces[socket.inet_ntoa(entry[20:24])] = label.partition(":")[0]  # eth0:1 is a label on an address of eth0
+        # eth0:1 is a label on an address of eth0
+        interfaces[socket.inet_ntoa(entry[20:24])] = label.partition(":")[0]
     return interfaces
 
 
@@ -106,7 +118,8 @@ def _ipv6_interface(address: str) -> Optional[str]:
 
 
 def interface_error(environ: Mapping[str, str], backend: str) -> Optional[str]:
-    """Return an error text if the variable of this backend, such as NCCL_SOCKET_IFNAME, names no interface of this node."""
+    """Return an error text if the variable of this backend, such as NCCL_SOCKET_IFNAME,
+    names no interface of this node."""
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     setting = environ.get(variable, "")
     names = [name for _, name in socket.if_nameindex()]
@@ -116,7 +129,10 @@ def interface_error(environ: Mapping[str, str], backend: str) -> Optional[str]:
 
 
 def _selects(setting: str, name: str, variable: str) -> bool:
-    """Whether the list `setting` selects `name`. For NCCL, a name is a prefix unless after "=", and "^" excludes the names."""
+    """Whether the list `setting` selects `name`.
+
+    For NCCL, a name is a prefix unless after "=", and "^" excludes the names.
+    """
     if variable.startswith("GLOO"):
         return name in setting.split(",")
     listed = setting.lstrip("^=").split(",")
@@ -127,7 +143,8 @@ def _selects(setting: str, name: str, variable: str) -> bool:
 
 
 def adapter_warning(environ: Mapping[str, str]) -> Optional[str]:
-    """Return a warning if NCCL_IB_HCA, without NCCL_IB_DISABLE=1, names no adapter of this node, so NCCL silently takes TCP."""
+    """Return a warning if NCCL_IB_HCA, without NCCL_IB_DISABLE=1, names no adapter of this node,
+    so NCCL silently takes TCP."""
     setting = re.sub(r":\d+", "", environ.get("NCCL_IB_HCA", ""))  # without the ports of the adapters
     if not setting or environ.get("NCCL_IB_DISABLE") == "1":
         return None
@@ -140,7 +157,8 @@ def adapter_warning(environ: Mapping[str, str]) -> Optional[str]:
 
 
 def port_error(environ: Mapping[str, str]) -> Optional[str]:
-    """Return an error text if one of 16 ports from HCCL_IF_BASE_PORT on is taken; None with HCCL_HOST_SOCKET_PORT_RANGE."""
+    """Return an error text if one of 16 ports from HCCL_IF_BASE_PORT on is taken;
+    None with HCCL_HOST_SOCKET_PORT_RANGE."""
     if environ.get("HCCL_HOST_SOCKET_PORT_RANGE") or not environ.get("HCCL_IF_BASE_PORT", "60000").isdigit():
         return None
     first_port = int(environ.get("HCCL_IF_BASE_PORT", "60000"))
@@ -149,7 +167,8 @@ def port_error(environ: Mapping[str, str]) -> Optional[str]:
         return None
     ports = ", ".join(map(str, taken))
     return (
-        f"HCCL needs ports {first_port} to {first_port + 15}, and on this node {ports} is taken; give another HCCL_IF_BASE_PORT"
+        f"HCCL needs ports {first_port} to {first_port + 15}, and on this node {ports} is taken; give "
+        "another HCCL_IF_BASE_PORT"
     )
 
 
@@ -162,7 +181,8 @@ def _is_free(port: int) -> bool:
 
 
 def advice(error: Exception) -> str:
-    """Return what to try if InfiniBand may have caused this error of NCCL, to be appended to its text; else an empty text."""
+    """Return what to try if InfiniBand may have caused this error of NCCL, to be appended to its text;
+    else an empty text."""
     if not re.search(OF_INFINIBAND, str(error), re.IGNORECASE | re.DOTALL):
         return ""
     remedies = "NCCL_IB_DISABLE=1 tries it without InfiniBand, NCCL_NET_GDR_LEVEL=0 without GPUDirect over it"

@@ -1,4 +1,5 @@
-"""The rank table of an Ascend job: a JSON file of ModelArts that names the servers, their cards, and the rank of each card."""
+"""The rank table of an Ascend job: a JSON file of ModelArts that names the servers, their cards,
+and the rank of each card."""
 
 import dataclasses
 import json
@@ -17,28 +18,36 @@ class Server:
 
 
 def read(path: str) -> list[Server]:
-    """Return the rank table's servers in the order of their ranks; UserError if it is unfinished, or not as documented."""
+    """Return the rank table's servers in the order of their ranks; UserError if it is unfinished,
+    or not as documented."""
     subject = f"{VARIABLE} {one_line(path)[:200]}"
     try:
         with open(path, "rb") as file:
             table = json.loads(file.read(1 << 24))
     except OSError as error:
-        raise UserError(f"{subject} cannot be read ({error.strerror}): start the job again, or unset {VARIABLE}") from None
+        raise UserError(
+            f"{subject} cannot be read ({error.strerror}): start the job again, or unset {VARIABLE}"
+        ) from None
     except (ValueError, RecursionError):
         raise UserError(f"{subject} is damaged, it is no JSON: start the job again") from None
     try:
         if table["status"] != "completed":
             state = one_line(table["status"])[:40]
-            raise UserError(f"{subject} has the status {state!r}: the platform has not finished it; start the job again")
+            raise UserError(
+                f"{subject} has the status {state!r}: the platform has not finished it; start the job again"
+            )
         if table["version"] not in VERSIONS:
-            raise UserError(f"{subject} has version {one_line(table['version'])[:40]}; {' and '.join(VERSIONS)} are known")
+            raise UserError(
+                f"{subject} has version {one_line(table['version'])[:40]}; {' and '.join(VERSIONS)} are known"
+            )
         servers = [_server(entry) for entry in table["server_list"]]
         _require_consistent(servers, int(table["server_count"]))
     except UserError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{subject} does not have the documented form ({one_line(repr(error))[:100]}): start the job again"
+            f"{subject} does not have the documented form ({one_line(repr(error))[:100]}): start the "
+            "job again"
         ) from None
     return sorted(servers, key=lambda server: min(server.cards))
 

@@ -1,4 +1,5 @@
-"""Batches of images that are in memory: DALI pads, crops and flips them, with the numbers of datasets.crops."""
+"""Batches of images that are in memory: DALI pads, crops and flips them,
+with the numbers of datasets.crops."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,19 @@ from datasets.sampler import Sampler
 
 
 class ArrayBatches:
-    """Gives (uint8 images, labels, ids) of each batch of the sampler, in order. `augment`: crop and flip the images."""
+    """Gives (uint8 images, labels, ids) of each batch of the sampler, in order.
+
+    `augment`: crop and flip the images.
+    """
 
     def __init__(
-        self, data_set: cifar10.ImageArrays, sampler: Sampler, device: torch.device, augment: bool, seed: int, workers: int
+        self,
+        data_set: cifar10.ImageArrays,
+        sampler: Sampler,
+        device: torch.device,
+        augment: bool,
+        seed: int,
+        workers: int,
     ) -> None:
         need_dali()
         self._data = data_set
@@ -41,7 +51,8 @@ class ArrayBatches:
             yield as_tensor(output, self._device).permute(0, 3, 1, 2), labels, ids
 
     def _pipeline(self, epoch: int, batches: Sequence[np.ndarray]) -> Any:
-        """Build a pipeline that gives the images of these batches of ids, on a GPU of NVIDIA if that is the device."""
+        """Build a pipeline that gives the images of these batches of ids,
+        on a GPU of NVIDIA if that is the device."""
         from nvidia.dali import fn
 
         height, width = self._data.images.shape[2:]
@@ -65,14 +76,23 @@ class ArrayBatches:
 
 
 def add_options(parser: arguments.Parser) -> None:
-    """Adapt a CIFAR job's options: --workers are threads of DALI, and accelerators that DALI does not support are refused."""
+    """Adapt a CIFAR job's options: --workers are threads of DALI,
+    and accelerators that DALI does not support are refused."""
     arguments.explain(parser, workers="threads of DALI; at least one works")
     parser.reads = functools.partial(cifar10.reads, needs=(devices.DALI,))
 
 
 def cifar_loader(
-    data_set: cifar10.ImageArrays, sampler: Sampler, device: torch.device, augment: bool, seed: int, workers: int = 0
+    data_set: cifar10.ImageArrays,
+    sampler: Sampler,
+    device: torch.device,
+    augment: bool,
+    seed: int,
+    workers: int = 0,
 ) -> DeviceLoader:
-    """Return a loader whose batches DALI makes in `workers` threads, at least one. `augment`: crop and flip the images."""
+    """Return a loader whose batches DALI makes in `workers` threads, at least one.
+
+    `augment`: crop and flip the images.
+    """
     batches = ArrayBatches(data_set, sampler, device, augment, seed, workers)
     return DeviceLoader(batches, sampler, device, cifar10.MEAN, cifar10.STD)

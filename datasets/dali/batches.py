@@ -1,7 +1,9 @@
-"""Batches of photographs and pairs through NVIDIA DALI, on CPU or GPU: the same samples, order and crops as other loaders.
+"""Batches of photographs and pairs through NVIDIA DALI, on CPU or GPU: the same samples,
+order and crops as other loaders.
 
-Each epoch has its own pipeline: a resumed run may begin in the middle of an epoch, and between two epochs no memory is held.
-If DALI cannot make a batch, or other decoders read a picture in it differently, the data set makes it without DALI.
+Each epoch has its own pipeline: a resumed run may begin in the middle of an epoch, and between two epochs no
+memory is held. If DALI cannot make a batch, or other decoders read a picture in it differently, the data set
+makes it without DALI.
 """
 
 import re
@@ -15,7 +17,17 @@ import torch
 from common.errors import one_line
 from common.machine import cores
 from common.progress import warn
-from datasets.dali.pipeline import AHEAD, as_tensor, build, cut, decode_options, decoded, give_memory_back, need_dali, resized
+from datasets.dali.pipeline import (
+    AHEAD,
+    as_tensor,
+    build,
+    cut,
+    decode_options,
+    decoded,
+    give_memory_back,
+    need_dali,
+    resized,
+)
 from datasets.photos import decode
 from datasets.photos.labelled import Photos
 from datasets.photos.pairs import Pairs
@@ -25,7 +37,10 @@ NARROW = 4  # pixels: a crop with fewer may be only one pixel wide
 
 
 class PipelineBatches:
-    """Gives (uint8 images, labels, ids) of each batch of the sampler, in its order. A subclass defines the pipeline."""
+    """Gives (uint8 images, labels, ids) of each batch of the sampler, in its order.
+
+    A subclass defines the pipeline.
+    """
 
     def __init__(
         self, data_set: Union[Photos, Pairs], sampler: Sampler, device: torch.device, threads: int = 0,
@@ -47,13 +62,16 @@ class PipelineBatches:
             give_memory_back()
 
     def _batches(self, epoch: int, batches: Sequence[np.ndarray]) -> Iterator[Any]:
-        """Yield (images, labels, ids): by DALI, or by the data set where DALI cannot make a batch or would differ."""
+        """Yield (images, labels, ids): by DALI, or by the data set where DALI cannot make a batch or would
+        differ."""
         suits_dali = [self._reads_alike(ids, epoch) for ids in batches]
         pipeline = None
         for number, ids in enumerate(batches):
             if suits_dali[number]:
                 if pipeline is None:
-                    remaining = [batch for batch, suits in zip(batches[number:], suits_dali[number:]) if suits]
+                    remaining = [
+                        batch for batch, suits in zip(batches[number:], suits_dali[number:]) if suits
+                    ]
                     pipeline = self._pipeline(remaining, epoch)
                 try:
                     yield *self._batch(pipeline.run(), ids, epoch), ids
@@ -68,7 +86,8 @@ class PipelineBatches:
             yield images, labels, ids
 
     def _reads_alike(self, ids: np.ndarray, epoch: int) -> bool:
-        """Return whether no picture of the batch needs Pillow: DALI would decode such a picture to other pixels than Pillow."""
+        """Return whether no picture of the batch needs Pillow:
+        DALI would decode such a picture to other pixels than Pillow."""
         return not self._data.special[ids].any()
 
     def _pipeline(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
@@ -80,31 +99,41 @@ class PipelineBatches:
 
 # Errors of the machine, which would recur with the next batch.
 MACHINE_ERRORS = re.compile(
-    r"out of memory|bad_alloc|memory allocation|cannot allocate|can't allocate|CUDA|NVJPEG_STATUS_ALLOCATOR|No space", re.I
+    r"out of memory|bad_alloc|memory allocation|cannot allocate|can't allocate|No space"
+    r"|CUDA|NVJPEG_STATUS_ALLOCATOR",
+    re.I,
 )
 
 
 def is_fault_of_picture(error: Exception) -> bool:
-    """Return whether DALI's error may be a picture's fault: its text is not that of an error of the machine."""
+    """Return whether DALI's error may be a picture's fault:
+    its text is not that of an error of the machine."""
     return not MACHINE_ERRORS.search(str(error))
 
 
 class _Work(NamedTuple):
     """What DALI does with a photograph."""
 
-    plan: Callable[[Photos, np.ndarray, int], tuple[np.ndarray, ...]]  # (data, ids, epoch) -> numbers of each photograph
-    graph: Callable[..., tuple[Any, ...]]  # the operators that compute the outputs from the contents and these numbers
+    # (data, ids, epoch) -> numbers of each photograph
+    plan: Callable[[Photos, np.ndarray, int], tuple[np.ndarray, ...]]
+    # the operators that compute the outputs from the contents and these numbers
+    graph: Callable[..., tuple[Any, ...]]
     num_arrays: int  # that `plan` returns
 
 
 class DaliBatches(PipelineBatches):
-    """Batches of photographs with labels. On a GPU DALI makes the whole image. On a CPU it decodes pictures or, in training,
-    windows of them, and torch does the rest, which it does faster there."""
+    """Batches of photographs with labels. On a GPU DALI makes the whole image.
+
+    On a CPU it decodes pictures or, in training, windows of them, and torch does the rest, which it does
+    faster there."""
 
     _data: Photos
 
     def _reads_alike(self, ids: np.ndarray, epoch: int) -> bool:
-        """Return whether DALI would give the pixels of Pillow. It would not for a crop that is only one pixel wide."""
+        """Return whether DALI would give the pixels of Pillow.
+
+        It would not for a crop that is only one pixel wide.
+        """
         data = self._data
         smallest = data.area[0] * data.tree.widths[ids] * data.tree.heights[ids]  # pixels of a crop
         small = ids[smallest < NARROW] if data.train else ids[:0]
@@ -114,7 +143,9 @@ class DaliBatches(PipelineBatches):
             has_narrow = any(map(decode.is_narrow, windows[:, 3]))
         return not has_narrow and super()._reads_alike(ids, epoch)
 
-    def _batch(self, outputs: Sequence[Any], ids: np.ndarray, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch(
+        self, outputs: Sequence[Any], ids: np.ndarray, epoch: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         labels = torch.from_numpy(self._data.tree.labels[ids])
         if self._gpu:
             return as_tensor(outputs[0], self._gpu)[: len(ids)].permute(0, 3, 1, 2), labels
@@ -122,10 +153,15 @@ class DaliBatches(PipelineBatches):
         return self._resize_with_torch(pictures, flips, ids, epoch), labels
 
     def _resize_with_torch(self, pictures: Any, flips: Any, ids: np.ndarray, epoch: int) -> torch.Tensor:
-        """Make the images from what DALI decoded, with torch: it resizes faster on a CPU. `flips`: used in training."""
+        """Make the images from what DALI decoded, with torch: it resizes faster on a CPU.
+
+        `flips`: used in training.
+        """
         data = self._data
         flips = np.array(flips.as_tensor())
-        images = torch.empty((len(ids), 3, data.size, data.size), dtype=torch.uint8, memory_format=torch.channels_last)
+        images = torch.empty(
+            (len(ids), 3, data.size, data.size), dtype=torch.uint8, memory_format=torch.channels_last
+        )
         for place, sample_id in enumerate(ids):
             picture = torch.from_numpy(pictures.at(place)).permute(2, 0, 1)
             if data.train:
@@ -136,7 +172,10 @@ class DaliBatches(PipelineBatches):
         return images
 
     def _pipeline(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
-        """Build a pipeline for these batches. DALI reads the files, unless the tree has to, as from a pack or cache."""
+        """Build a pipeline for these batches.
+
+        DALI reads the files, unless the tree has to, as from a pack or cache.
+        """
         if self._data.tree.has_sample_files:
             return self._pipeline_of_files(batches, epoch)
         return self._pipeline_of_contents(batches, epoch)
@@ -197,17 +236,20 @@ class DaliBatches(PipelineBatches):
 
 
 def _train_plan(data: Photos, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
-    """Return (top, left) and (height, width) of the window that each picture is cropped to, and whether it is flipped."""
+    """Return (top, left) and (height, width) of the window that each picture is cropped to,
+    and whether it is flipped."""
     windows, flips = data.windows(ids, epoch)
     return windows[:, :2].astype(np.float32), windows[:, 2:].astype(np.float32), flips.astype(np.int32)
 
 
-def _train_graph(contents: Any, window: Any, extent: Any, flip: Any, size: int, decoder: str) -> tuple[Any, ...]:
+def _train_graph(
+    contents: Any, window: Any, extent: Any, flip: Any, size: int, decoder: str
+) -> tuple[Any, ...]:
     from nvidia.dali import fn
 
     images = fn.decoders.image_slice(
-        contents, window, extent, device=decoder, axis_names="HW", normalized_anchor=False, normalized_shape=False,
-        **decode_options(),
+        contents, window, extent, device=decoder, axis_names="HW", normalized_anchor=False,
+        normalized_shape=False, **decode_options(),
     )  # fmt: skip
     if decoder == "cpu":
         return images, flip
@@ -223,10 +265,13 @@ def _whole_graph(contents: Any, ids: Any, size: int, decoder: str) -> tuple[Any,
 
 
 def _test_plan(data: Photos, ids: np.ndarray, _epoch: int) -> tuple[np.ndarray, ...]:
-    """Return (height, width) that each picture is resized to, and (top, left) of the middle that is then cut out."""
+    """Return (height, width) that each picture is resized to,
+    and (top, left) of the middle that is then cut out."""
     heights = data.tree.heights[ids].astype(np.int64)
     widths = data.tree.widths[ids].astype(np.int64)
-    sizes = np.array([decode.resized_size(height, width, data.short, data.size) for height, width in zip(heights, widths)])
+    sizes = np.array(
+        [decode.resized_size(height, width, data.short, data.size) for height, width in zip(heights, widths)]
+    )
     middle = np.array([decode.middle(height, width, data.size) for height, width in sizes])
     return sizes.astype(np.float32), middle.astype(np.float32)
 
@@ -244,12 +289,18 @@ def _padded(ids: np.ndarray, count: int) -> np.ndarray:
 
 
 class PairBatches(PipelineBatches):
-    """Batches of pairs: the blurry pictures first, then the sharp ones, each cropped and flipped like its partner."""
+    """Batches of pairs: the blurry pictures first, then the sharp ones,
+    each cropped and flipped like its partner."""
 
     _data: Pairs
 
-    def _batch(self, outputs: Sequence[Any], ids: np.ndarray, _epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (blurry pictures and then sharp ones, ids). Without a GPU, torch resizes and crops them here."""
+    def _batch(
+        self, outputs: Sequence[Any], ids: np.ndarray, _epoch: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (blurry pictures and then sharp ones, ids).
+
+        Without a GPU, torch resizes and crops them here.
+        """
         if self._gpu:
             pictures = [as_tensor(images, self._gpu) for images in outputs]
             return torch.cat(pictures).permute(0, 3, 1, 2), torch.from_numpy(ids)
@@ -259,27 +310,46 @@ class PairBatches(PipelineBatches):
         for place in range(2 * len(ids)):
             side, pair = divmod(place, len(ids))
             picture = torch.from_numpy(pictures[side].at(pair)).permute(2, 0, 1)
-            images[place] = self._data.cut(picture, sizes[pair].astype(int), corners[pair].astype(int), flips[pair])
+            images[place] = self._data.cut(
+                picture, sizes[pair].astype(int), corners[pair].astype(int), flips[pair]
+            )
         return images, torch.from_numpy(ids)
 
     def _pipeline(self, batches: Sequence[np.ndarray], epoch: int) -> Any:
         def graph(blurry: Any, sharp: Any, *numbers: Any) -> tuple[Any, ...]:
             if self._gpu:
                 return transformed(blurry, sharp, *numbers, crop=self._data.crop, decoder="mixed")
-            return decoded(blurry, "cpu"), decoded(sharp, "cpu"), *numbers  # on a CPU torch's resize is faster
+            # on a CPU torch's resize is faster
+            return decoded(blurry, "cpu"), decoded(sharp, "cpu"), *numbers
 
         return build(batches, lambda ids: inputs(self._data, ids, epoch), 5, graph, self._threads, self._gpu)
 
 
-def inputs(pairs: Pairs, ids: np.ndarray, epoch: int) -> tuple[list, list, np.ndarray, np.ndarray, np.ndarray]:
-    """Return (bytes of the blurry files, bytes of the sharp ones, sizes to resize to, crop corners, flips) of these pairs."""
-    blurry, sharp = zip(*([np.frombuffer(content, np.uint8) for content in pairs.read(number)] for number in ids))
+def inputs(
+    pairs: Pairs, ids: np.ndarray, epoch: int
+) -> tuple[list, list, np.ndarray, np.ndarray, np.ndarray]:
+    """Return (bytes of the blurry files, bytes of the sharp ones, sizes to resize to, crop corners, flips) of
+    these pairs."""
+    blurry, sharp = zip(
+        *([np.frombuffer(content, np.uint8) for content in pairs.read(number)] for number in ids)
+    )
     sizes, corners, flips = pairs.geometry(ids, epoch)
-    return list(blurry), list(sharp), sizes.astype(np.float32), corners.astype(np.float32), flips.astype(np.int32)
+    return (
+        list(blurry),
+        list(sharp),
+        sizes.astype(np.float32),
+        corners.astype(np.float32),
+        flips.astype(np.int32),
+    )
 
 
-def transformed(blurry: Any, sharp: Any, sizes: Any, corners: Any, flips: Any, crop: int, decoder: str) -> tuple[Any, Any]:
-    """Return DALI operators that decode, resize, crop and flip both pictures alike. `decoder`: cpu, or mixed for the GPU."""
+def transformed(
+    blurry: Any, sharp: Any, sizes: Any, corners: Any, flips: Any, crop: int, decoder: str
+) -> tuple[Any, Any]:
+    """Return DALI operators that decode, resize, crop and flip both pictures alike.
+
+    `decoder`: cpu, or mixed for the GPU.
+    """
     from nvidia.dali import fn
 
     def picture(files: Any) -> Any:

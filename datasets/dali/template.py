@@ -1,10 +1,13 @@
-"""Pairs through DALI for a script of your own, in the form of the Template repository: an input iterator and a pipeline.
+"""Pairs through DALI for a script of your own, in the form of the Template repository:
+an input iterator and a pipeline.
 
     pairs = ExternalInputIterator("/data/deblur", batch_size=8, shuffle=True)
     pipe = externalSourcePipeline(
         batch_size=8, num_threads=4, device_id=0, seed=1234, external_data=pairs, resize=256, crop=224
     )
-    loader = DALIGenericIterator(pipe, ["imgs", "gts"], last_batch_policy=LastBatchPolicy.PARTIAL, auto_reset=True)
+    loader = DALIGenericIterator(
+        pipe, ["imgs", "gts"], last_batch_policy=LastBatchPolicy.PARTIAL, auto_reset=True
+    )
 
 With shuffle=True the order differs from epoch to epoch. The last batch of an epoch has the remaining pairs.
 """
@@ -19,10 +22,17 @@ from datasets.photos.pairs import Pairs
 
 
 class ExternalInputIterator:
-    """Gives (blurry files, sharp files) of each batch of this rank's training pairs, each file as its bytes."""
+    """Gives (blurry files, sharp files) of each batch of this rank's training pairs,
+    each file as its bytes."""
 
     def __init__(
-        self, data_source: str, batch_size: int, shuffle: bool, seed: int = 1234, rank: int = 0, world_size: int = 1
+        self,
+        data_source: str,
+        batch_size: int,
+        shuffle: bool,
+        seed: int = 1234,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -34,7 +44,8 @@ class ExternalInputIterator:
     def __iter__(self) -> "ExternalInputIterator":
         order = np.arange(len(self))
         if self.shuffle:
-            order = self._generator.permutation(order)[: len(self) // self.world_size * self.world_size]  # as many on each rank
+            # as many on each rank
+            order = self._generator.permutation(order)[: len(self) // self.world_size * self.world_size]
         self._rank_ids = order[self.rank :: self.world_size]
         self._position = 0
         return self
@@ -54,10 +65,14 @@ class ExternalInputIterator:
         return len(self._pairs)
 
 
-def externalSourcePipeline(external_data: ExternalInputIterator, resize: int, crop: int, **options: Any) -> Any:
-    """Return a pipeline that gives both pictures as float32 (3, crop, crop) in [-1, 1], cropped and flipped alike at random.
+def externalSourcePipeline(
+    external_data: ExternalInputIterator, resize: int, crop: int, **options: Any
+) -> Any:
+    """Return a pipeline that gives both pictures as float32 (3, crop, crop) in [-1, 1],
+    cropped and flipped alike at random.
 
-    `resize`: the height to which they are resized first; 0: their own. A picture too small for the crop is enlarged.
+    `resize`: the height to which they are resized first; 0: their own. A picture too small for the crop is
+    enlarged.
     `options`: DALI's batch_size, num_threads, seed, device_id (None: CPU).
     """
     from nvidia.dali import fn, math, types
@@ -68,7 +83,8 @@ def externalSourcePipeline(external_data: ExternalInputIterator, resize: int, cr
     @pipeline_def(**options)
     def images_of_both():
         blurry, sharp = fn.external_source(source=external_data, num_outputs=2)
-        shape = fn.peek_image_shape(blurry, adjust_orientation=False)  # decoded() ignores the orientation, too
+        # decoded() ignores the orientation, too
+        shape = fn.peek_image_shape(blurry, adjust_orientation=False)
         own_height, own_width = (fn.cast(shape[axis], dtype=types.DALIDataType.FLOAT) for axis in range(2))
         fits = math.max(float(crop), crop * own_height / own_width)
         height = math.max(fits, resize or own_height)

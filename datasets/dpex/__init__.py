@@ -9,7 +9,8 @@ __all__ = ["DpexDataLoader", "add_options", "batches", "cifar_loader"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the loader on first use: it needs torch, without which the processes that talk to Ray start faster."""
+    """Import the loader on first use: it needs torch, without which the processes that talk to Ray start
+    faster."""
     if name in __all__:
         from datasets.dpex import loader
 

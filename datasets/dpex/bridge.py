@@ -1,8 +1,9 @@
 """The bridge: a process that uses Ray for one training process and passes the batches on.
 
-Ray (2.60) ends the process that uses it: a minute after the head is lost or, if the Ray node of this machine is lost, as soon
-as this node is needed. Only the bridge uses Ray, so the training process goes on. Ray's threads, signal handlers and
-environment variables stay out of the training process, too. Each iterator of the training process has its own connection.
+Ray (2.60) ends the process that uses it: a minute after the head is lost or, if the Ray node of this machine
+is lost, as soon as this node is needed. Only the bridge uses Ray, so the training process goes on. Ray's
+threads, signal handlers and environment variables stay out of the training process, too. Each iterator of the
+training process has its own connection.
 """
 
 import os
@@ -20,7 +21,10 @@ PROBES = 3  # the cluster is lost after so many failed probes in a row
 
 
 def main(head_address: str) -> None:
-    """Print where the bridge listens, or an error, on stdout. Run until stdin has a line or ends, or the cluster is lost."""
+    """Print where the bridge listens, or an error, on stdout.
+
+    Run until stdin has a line or ends, or the cluster is lost.
+    """
     stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray's workers print goes to stderr
     joined = threading.Event()
@@ -31,7 +35,10 @@ def main(head_address: str) -> None:
     except Exception as error:
         print("error", error, file=stdout, flush=True)
         os._exit(2)
-    with tempfile.TemporaryDirectory(prefix="anyrank-bridge-") as folder, socket.socket(socket.AF_UNIX) as listener:
+    with (
+        tempfile.TemporaryDirectory(prefix="anyrank-bridge-") as folder,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
         listener.bind(os.path.join(folder, "socket"))
         listener.listen()
         threading.Thread(target=_serve, args=(listener, cluster), daemon=True).start()
@@ -48,7 +55,8 @@ def main(head_address: str) -> None:
 
 
 def _wait_for_stop(joined: threading.Event, stop_requested: threading.Event) -> None:
-    """Wait for a line or the end of stdin, and report it in `stop_requested`; before the cluster is joined, end the process."""
+    """Wait for a line or the end of stdin, and report it in `stop_requested`; before the cluster is joined,
+    end the process."""
     sys.stdin.readline()  # a line, as other children of the training process may hold stdin open; or EOF
     if not joined.is_set():
         os._exit(0)  # the training process no longer needs the cluster
@@ -62,10 +70,14 @@ def _serve(listener: socket.socket, cluster: Cluster) -> None:
 
 
 def _watch(cluster: Cluster) -> None:
-    """End this process within seconds after the head or this machine's node is lost; Ray would do so a minute later."""
+    """End this process within seconds after the head or this machine's node is lost;
+    Ray would do so a minute later."""
     import ray
 
-    addresses = [cluster.address, *(raylet_address(node) for node in ray.nodes() if node["NodeID"] == cluster.node_id)]
+    addresses = [
+        cluster.address,
+        *(raylet_address(node) for node in ray.nodes() if node["NodeID"] == cluster.node_id),
+    ]
     failures = 0
     while failures < PROBES:
         time.sleep(PROBE_SECONDS)

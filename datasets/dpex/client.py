@@ -1,4 +1,5 @@
-"""The training process's side of the bridge: it starts the bridge process, and reaches the workers of each iterator."""
+"""The training process's side of the bridge: it starts the bridge process,
+and reaches the workers of each iterator."""
 
 import contextlib
 import hashlib
@@ -28,12 +29,16 @@ class ClusterLost(Exception):
 
 
 def get_bridge(head_address: str) -> "Bridge":
-    """Return this process's Bridge to this cluster. Start one if there is none, or if Ray failed to start in it."""
+    """Return this process's Bridge to this cluster.
+
+    Start one if there is none, or if Ray failed to start in it.
+    """
     try:
         import ray  # noqa: F401
     except ImportError:
         raise UserError(
-            "Ray is missing: pip install .[ray], or choose a job or --data_backend without Ray, or distribute_mode=False"
+            "Ray is missing: pip install .[ray], or choose a job or --data_backend without Ray, or "
+            "distribute_mode=False"
         ) from None
     key = os.getpid(), head_address
     current = _BRIDGES.get(key)
@@ -54,7 +59,10 @@ class Bridge:
         weakref.finalize(self, _end, self.process, os.getpid())
 
     def connect(self) -> socket.socket:
-        """Wait for Ray and return a connection for one iterator. UserError if Ray does not start, ClusterLost after a loss."""
+        """Wait for Ray and return a connection for one iterator.
+
+        UserError if Ray does not start, ClusterLost after a loss.
+        """
         if self.loss_reason:
             raise ClusterLost(self.loss_reason)
         if self._socket is None:
@@ -81,10 +89,12 @@ class Bridge:
         return path
 
     def shows_memory(self) -> bool:
-        """Return whether this process may read the memory of the bridge, and so that of the workers of a cluster of our own."""
+        """Return whether this process may read the memory of the bridge,
+        and so that of the workers of a cluster of our own."""
         try:
             open_memory(self.process.pid).close()
-            return os.readlink("/proc/self") == str(os.getpid())  # else /proc has the process ids of another container
+            # else /proc has the process ids of another container
+            return os.readlink("/proc/self") == str(os.getpid())
         except OSError:
             return False
 
@@ -98,7 +108,10 @@ class Bridge:
         if not self._has_warned:
             self._has_warned = True
             reason = one_line(self.loss_reason)
-            warnings.warn(f"the Ray cluster is lost: {reason}; batches are made on this machine from here on", stacklevel=2)
+            warnings.warn(
+                f"the Ray cluster is lost: {reason}; batches are made on this machine from here on",
+                stacklevel=2,
+            )
 
 
 def _end(process: Child, owner_pid: int) -> None:
@@ -116,7 +129,10 @@ def _end(process: Child, owner_pid: int) -> None:
 
 
 class Workers:
-    """The workers of one iterator at a time, which end with this object. Each batch is requested by number from one of them."""
+    """The workers of one iterator at a time, which end with this object.
+
+    Each batch is requested by number from one of them.
+    """
 
     def __init__(self, bridge: Bridge):
         self._owner_pid = os.getpid()
@@ -126,14 +142,17 @@ class Workers:
         self._connection = bridge.connect()
 
     def begin(self, task: dict[str, Any], count: int, base_seed: int) -> None:
-        """Begin an epoch with new copies of `task` (data set, ...) in `count` workers. Send `task` if the bridge lacks it."""
+        """Begin an epoch with new copies of `task` (data set, ...) in `count` workers.
+
+        Send `task` if the bridge lacks it.
+        """
         try:
             packed = pack(task)
         except (RuntimeError, TypeError, ValueError, pickle.PicklingError) as error:
             raise UserError(
-                f"the data set, or a function given with it, cannot be sent to the Ray cluster: {one_line(error)[:200]}; "
-                "leave out what lives in one process or on one machine, such as a lock or a multiprocessing.Value, or give "
-                "distribute_mode=False"
+                "the data set, or a function given with it, cannot be sent to the Ray cluster: "
+                f"{one_line(error)[:200]}; leave out what lives in one process or on one machine, such as a "
+                "lock or a multiprocessing.Value, or give distribute_mode=False"
             ) from error
         digest = hashlib.blake2b()
         for part in packed.parts:
@@ -158,7 +177,8 @@ class Workers:
         self._send("fetch", number, worker, parts=pack(index).parts)
 
     def is_usable(self) -> bool:
-        """Return whether the connection is open, and was opened by this process and not by a parent that forked."""
+        """Return whether the connection is open, and was opened by this process and not by a parent that
+        forked."""
         return self._owner_pid == os.getpid() and self._connection.fileno() >= 0
 
     def _send(self, *message: object, parts: Sequence[Any] = ()) -> None:
@@ -167,7 +187,10 @@ class Workers:
 
     @contextlib.contextmanager
     def _guard_connection(self) -> Iterator[None]:
-        """Raise ClusterLost if the connection breaks. Close it after any other error, as half a message may be left in it."""
+        """Raise ClusterLost if the connection breaks.
+
+        Close it after any other error, as half a message may be left in it.
+        """
         try:
             yield
         except (EOFError, OSError):
@@ -177,8 +200,8 @@ class Workers:
             raise
 
     def receive(self, timeout: Optional[float] = None) -> Optional[tuple]:
-        """Return the next ("batch", number, batch), ("lost", worker, why) or ("failed", why) of this epoch; None if no message
-        comes within `timeout` seconds."""
+        """Return the next ("batch", number, batch), ("lost", worker, why) or ("failed", why) of this epoch;
+        None if no message comes within `timeout` seconds."""
         while True:
             if not wait([self._connection], timeout):
                 return None
@@ -200,14 +223,18 @@ class Workers:
                 return (verb, *fields)
 
     def _copy_batch(self, epoch: int, handle: Any) -> Optional[list]:
-        """Return the parts of a batch. None: its worker has ended, and the bridge has it made again; or it comes too late."""
+        """Return the parts of a batch.
+
+        None: its worker has ended, and the bridge has it made again; or it comes too late.
+        """
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, EOFError):
             return copy_parts(handle) if epoch == self._epoch else None
 
     def close(self) -> None:
         """Close the connection. In the process that opened it, this also ends the workers."""
         with contextlib.suppress(OSError):
-            if os.getpid() == self._owner_pid:  # a forked worker of another loader has a copy of the connection
+            # a forked worker of another loader has a copy of the connection
+            if os.getpid() == self._owner_pid:
                 self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 

@@ -1,4 +1,5 @@
-"""The Ray cluster of a loader: join the user's cluster or start one on this machine, and place workers on its nodes."""
+"""The Ray cluster of a loader: join the user's cluster or start one on this machine,
+and place workers on its nodes."""
 
 import contextlib
 import functools
@@ -18,7 +19,8 @@ from common.errors import UserError
 from common.machine.child import START_SECONDS, repository
 
 REACH_SECONDS = 2.0
-LOOPBACK_VARIABLES = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # with it Ray uses 127.0.0.1 for a cluster of one machine
+# with it Ray uses 127.0.0.1 for a cluster of one machine
+LOOPBACK_VARIABLES = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 TIMEOUT_VARIABLES = {
     "RAY_health_check_timeout_ms": "60000",
     "RAY_worker_register_timeout_seconds": str(START_SECONDS),
@@ -27,28 +29,34 @@ PRIORITY_VARIABLES = {
     "RAY_worker_niceness": "0"
 }  # the rank's own priority, as torch's workers have; Ray would give its workers a lower one
 QUIET_VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-# Options of a cluster that we start. Workers reserve no CPU, and Ray starts an idle process for each CPU: one is enough.
+# Options of a cluster that we start. Workers reserve no CPU, and Ray starts an idle process for each CPU: one
+# is enough.
 OWN_CLUSTER_OPTIONS = {"address": "local", "num_cpus": 1, "include_dashboard": False}
 
 
 def connect(head_address: str) -> "Cluster":
-    """Join the cluster at `head_address`. For "local", or if "auto" finds none, start one that ends with this process."""
+    """Join the cluster at `head_address`.
+
+    For "local", or if "auto" finds none, start one that ends with this process.
+    """
     address = _users_address(head_address)
     if address is None:
         _prepare_own_cluster()
-        with contextlib.suppress(UserError):  # try twice: Ray's half a minute may be too short on a busy machine
+        # try twice: Ray's half a minute may be too short on a busy machine
+        with contextlib.suppress(UserError):
             return Cluster(_init(OWN_CLUSTER_OPTIONS, ""), is_own=True)
         return Cluster(_init(OWN_CLUSTER_OPTIONS, "cannot start Ray on this machine: {reason}"), is_own=True)
     _require_token()
     if not is_reachable(address):
         raise UserError(
-            f"no Ray cluster answers at {address}: set head_address or RAY_ADDRESS to the host:port of its head, or to 'local'"
+            f"no Ray cluster answers at {address}: set head_address or RAY_ADDRESS to the host:port of "
+            "its head, or to 'local'"
         )
     if address.startswith(("127.", "localhost:")):
         os.environ.update(LOOPBACK_VARIABLES)  # else Ray would look for it at this machine's external address
     message = (
-        f"cannot join the Ray cluster at {address}: {{reason}}; this machine has to be a node of it (ray start --address "
-        f"{address}) and use the same token"
+        f"cannot join the Ray cluster at {address}: {{reason}}; this machine has to be a node of it (ray "
+        f"start --address {address}) and use the same token"
     )
     return Cluster(_init({"address": address}, message), is_own=False)
 
@@ -70,7 +78,10 @@ def _prepare_own_cluster():
 
 
 def _init(options: dict[str, Any], message: str) -> str:
-    """Call ray.init(**options) and return the cluster's address. `message`: the UserError's text, with {reason} in it."""
+    """Call ray.init(**options) and return the cluster's address.
+
+    `message`: the UserError's text, with {reason} in it.
+    """
     os.environ.update(QUIET_VARIABLES)
     import ray
 
@@ -86,7 +97,10 @@ def _init(options: dict[str, Any], message: str) -> str:
 
 
 def _users_address(head_address: Optional[str]) -> Optional[str]:
-    """Return the address of the user's cluster. None: there is none, or none is wanted, so we start our own."""
+    """Return the address of the user's cluster.
+
+    None: there is none, or none is wanted, so we start our own.
+    """
     if head_address not in ("auto", "local", None):
         return head_address
     variable = os.environ.get("RAY_ADDRESS", "auto")
@@ -101,14 +115,18 @@ def _users_address(head_address: Optional[str]) -> Optional[str]:
 
 
 def _require_token():
-    """Make Ray use a token unless RAY_AUTH_MODE is set otherwise: Ray runs any code it is sent. UserError without a token."""
+    """Make Ray use a token unless RAY_AUTH_MODE is set otherwise: Ray runs any code it is sent.
+
+    UserError without a token.
+    """
     has_token = "RAY_AUTH_TOKEN" in os.environ or os.path.exists(
         os.path.expanduser(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token"))
     )
     if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token" and not has_token:
         raise UserError(
-            "there is no token for the Ray cluster: run ray get-auth-token --generate and copy the file ~/.ray/auth_token to "
-            "every node (or set RAY_AUTH_TOKEN_PATH); for a cluster without a token set RAY_AUTH_MODE=disabled"
+            "there is no token for the Ray cluster: run ray get-auth-token --generate and copy the file "
+            "~/.ray/auth_token to every node (or set RAY_AUTH_TOKEN_PATH); for a cluster without a token "
+            "set RAY_AUTH_MODE=disabled"
         )
 
 
@@ -138,7 +156,10 @@ class Cluster:
         self.node_id = ray.get_runtime_context().get_node_id()  # of this machine
 
     def choose_nodes(self, count: int, avoid: str = "") -> list[str]:
-        """Return node ids for `count` workers, in proportion to the nodes' CPUs. Node `avoid` is used if no other is left."""
+        """Return node ids for `count` workers, in proportion to the nodes' CPUs.
+
+        Node `avoid` is used if no other is left.
+        """
         nodes = _reachable_nodes()
         while not nodes:  # not even this machine's, and _watch() ends this process if that stays so
             time.sleep(REACH_SECONDS)
@@ -158,7 +179,10 @@ class Cluster:
         return chosen
 
     def start_worker(self, node: str, packages: Iterable[str], is_replacement: bool = False) -> Any:
-        """Start a Ray actor on the node. `packages`: source folders to upload unless the cluster is our own."""
+        """Start a Ray actor on the node.
+
+        `packages`: source folders to upload unless the cluster is our own.
+        """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -173,7 +197,8 @@ class Cluster:
 
 
 def _reachable_nodes() -> list[dict[str, Any]]:
-    """Return the entries of ray.nodes() whose raylet can be reached: Ray takes a while to notice that a node is lost."""
+    """Return the entries of ray.nodes() whose raylet can be reached:
+    Ray takes a while to notice that a node is lost."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"] and is_reachable(raylet_address(node))]
@@ -182,8 +207,9 @@ def _reachable_nodes() -> list[dict[str, Any]]:
 def _upload(packages: Iterable[str]) -> dict[str, Any]:
     """Upload source folders to the cluster; return the runtime_env of an actor that imports them.
 
-    Ray does this itself only in ray.init(), for all actors alike, and here the folders are known later; so its private function
-    is called (tried with 2.60). Newer ones want to be told whether files that .gitignore names are left out."""
+    Ray does this itself only in ray.init(), for all actors alike, and here the folders are known later; so
+    its private function is called (tried with 2.60). Newer ones want to be told whether files that .gitignore
+    names are left out."""
     from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
 
     options: dict[str, Any] = {}
@@ -194,7 +220,10 @@ def _upload(packages: Iterable[str]) -> dict[str, Any]:
 
 
 class Actor:
-    """The worker as a Ray actor. It imports torch only where it runs: the process that starts it does not need torch."""
+    """The worker as a Ray actor.
+
+    It imports torch only where it runs: the process that starts it does not need torch.
+    """
 
     def __init__(self, is_replacement: bool):
         from datasets.dpex.worker import LoaderWorker
@@ -202,7 +231,10 @@ class Actor:
         self._worker = LoaderWorker(is_replacement)
 
     def fetch(self, request: tuple) -> Any:
-        """Return LoaderWorker.fetch(*request). One argument costs less than several, and Ray leaves the reference in it."""
+        """Return LoaderWorker.fetch(*request).
+
+        One argument costs less than several, and Ray leaves the reference in it.
+        """
         import ray
 
         index, task, *arguments = request

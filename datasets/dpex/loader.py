@@ -1,14 +1,16 @@
-"""DpexDataLoader: torch's DataLoader with its workers on the machines of a Ray cluster; the same samples in the same order.
+"""DpexDataLoader: torch's DataLoader with its workers on the machines of a Ray cluster;
+the same samples in the same order.
 
     loader = DpexDataLoader(data_set, distribute_mode=True, num_workers=10, batch_size=100, shuffle=True)
 
-Positional arguments are those of torch's DataLoader; the arguments of this class are given by name. distribute_mode=False is
-torch's own loader, num_workers=0 makes the batches in this process. Worker i % N of N workers makes batch i. Workers are seeded
-as in torch, so the batches do not depend on where they are made. The data set is sent to each node once.
+Positional arguments are those of torch's DataLoader; the arguments of this class are given by name.
+distribute_mode=False is torch's own loader, num_workers=0 makes the batches in this process. Worker i % N of
+N workers makes batch i. Workers are seeded as in torch, so the batches do not depend on where they are made.
+The data set is sent to each node once.
 
-head_address: "auto" is RAY_ADDRESS, else the cluster that this machine has joined with `ray start`, else "local"; "local" is a
-cluster started on this machine; or host:port. head_lost, when the cluster is lost: "local" to go on with workers of this
-machine, "stop" to end with an error.
+head_address: "auto" is RAY_ADDRESS, else the cluster that this machine has joined with `ray start`, else
+"local"; "local" is a cluster started on this machine; or host:port. head_lost, when the cluster is lost:
+"local" to go on with workers of this machine, "stop" to end with an error.
 """
 
 import dataclasses
@@ -44,29 +46,30 @@ class DpexDataLoader(DataLoader[Sample]):
     """See torch.utils.data.DataLoader; the docstring of this module describes the other arguments."""
 
     def __init__(
-        self, dataset: Dataset[Sample], batch_size: Optional[int] = 1, shuffle: Optional[bool] = None, sampler: Any = None,
-        batch_sampler: Any = None, num_workers: int = 0, collate_fn: Optional[Callable] = None, pin_memory: bool = False,
-        drop_last: bool = False, timeout: float = 0, worker_init_fn: Optional[Callable[[int], None]] = None,
-        multiprocessing_context: Any = None, generator: Optional[torch.Generator] = None, *, distribute_mode: bool = False,
-        head_address: str = "auto", head_lost: str = "local", **kwargs: Any,
+        self, dataset: Dataset[Sample], batch_size: Optional[int] = 1, shuffle: Optional[bool] = None,
+        sampler: Any = None, batch_sampler: Any = None, num_workers: int = 0,
+        collate_fn: Optional[Callable] = None, pin_memory: bool = False, drop_last: bool = False,
+        timeout: float = 0, worker_init_fn: Optional[Callable[[int], None]] = None,
+        multiprocessing_context: Any = None, generator: Optional[torch.Generator] = None, *,
+        distribute_mode: bool = False, head_address: str = "auto", head_lost: str = "local", **kwargs: Any,
     ):  # fmt: skip
         if isinstance(batch_size, bool):  # the order of the original Dpex, where distribute_mode comes second
             raise UserError(
-                f"batch_size={batch_size}: arguments without a name are in the order of torch's DataLoader; give "
-                f"distribute_mode={batch_size} by its name, and head_address too"
+                f"batch_size={batch_size}: arguments without a name are in the order of torch's DataLoader; "
+                f"give distribute_mode={batch_size} by its name, and head_address too"
             )
         if head_lost not in ("local", "stop"):
             raise UserError(
-                f"head_lost={head_lost!r} is neither 'local' nor 'stop': when the cluster is lost, 'local' goes on with "
-                "workers of this machine, 'stop' ends with an error"
+                f"head_lost={head_lost!r} is neither 'local' nor 'stop': when the cluster is lost, 'local' "
+                "goes on with workers of this machine, 'stop' ends with an error"
             )
         self.distribute_mode = bool(distribute_mode) and num_workers > 0
         self.head_address = head_address
         self.head_lost = head_lost
         self._idle_workers: list[Workers] = []  # left by earlier passes
         super().__init__(
-            dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
-            worker_init_fn, multiprocessing_context, generator, **kwargs,
+            dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory,
+            drop_last, timeout, worker_init_fn, multiprocessing_context, generator, **kwargs,
         )  # fmt: skip
         self._bridge = get_bridge(head_address) if self.distribute_mode else None
 
@@ -87,20 +90,24 @@ class DpexDataLoader(DataLoader[Sample]):
 
 @dataclasses.dataclass
 class Pass:
-    """State of one pass over the data set: which batches were requested from the workers, and which have arrived."""
+    """State of one pass over the data set: which batches were requested from the workers,
+    and which have arrived."""
 
     has_more: list[bool]  # for each worker; False once its IterableDataset has ended
     worker_cycle: Iterator[int]  # the workers in turn
     is_exhausted: bool = False  # the sampler has no more indices
     next_request: int = 0  # number of the next batch to request
     next_yield: int = 0  # number of the next batch to give, if in order
-    requested: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)  # {number: (worker, index)}, until given
+    # {number: (worker, index)}, until given
+    requested: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
     arrived: dict[int, Any] = dataclasses.field(default_factory=dict)  # {number: batch}
 
 
 class RayIterator(_BaseDataLoaderIter):
-    """One pass over the data set, or with persistent_workers every pass, with the workers of a Ray cluster. It requests batches
-    ahead, gives them in order unless in_order=False allows another, and handles the loss of the cluster."""
+    """One pass over the data set, or with persistent_workers every pass, with the workers of a Ray cluster.
+
+    It requests batches ahead, gives them in order unless in_order=False allows another, and handles the loss
+    of the cluster."""
 
     def __init__(self, loader: DataLoader, bridge: Bridge, idle_workers: list[Workers], stop_when_lost: bool):
         generator = torch.default_generator if loader.generator is None else loader.generator
@@ -131,7 +138,10 @@ class RayIterator(_BaseDataLoaderIter):
             self._continue_locally()
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
-        """Begin the next epoch of persistent workers. Once the cluster is lost, torch's workers on this machine make it."""
+        """Begin the next epoch of persistent workers.
+
+        Once the cluster is lost, torch's workers on this machine make it.
+        """
         super()._reset(loader, first_iter)
         self._pass_number += 1
         self._pass = self._new_pass()
@@ -151,19 +161,24 @@ class RayIterator(_BaseDataLoaderIter):
         iterable = self._dataset_kind == _DatasetKind.Iterable
         task = {
             "dataset": self._dataset, "kind": self._dataset_kind, "auto_collation": self._auto_collation,
-            "collate_fn": self._collate_fn, "drop_last": self._drop_last, "worker_init_fn": self._worker_init_fn,
-            "num_workers": self._num_workers, "folder": os.getcwd(),
+            "collate_fn": self._collate_fn, "drop_last": self._drop_last,
+            "worker_init_fn": self._worker_init_fn, "num_workers": self._num_workers, "folder": os.getcwd(),
             "any_index": [None] * self._batch_size if iterable and self._batch_size else None,
         }  # fmt: skip
         workers.begin(task, self._num_workers, int(self._base_seed))
 
-    # --- Requests --------------------------------------------------------------------------------------------------------
+    # --- Requests -------------------------------------------------------------------------------------------
 
     def _request_ahead(self, workers: Workers, extra: int = 0) -> None:
-        """Request batches until `extra` more than the workers' prefetch are requested, or no index is left."""
+        """Request batches until `extra` more than the workers' prefetch are requested,
+        or no index is left."""
         current_pass = self._pass
         window = self._prefetch * self._num_workers + extra
-        while len(current_pass.requested) < window and any(current_pass.has_more) and not current_pass.is_exhausted:
+        while (
+            len(current_pass.requested) < window
+            and any(current_pass.has_more)
+            and not current_pass.is_exhausted
+        ):
             try:
                 index = self._next_index()
             except StopIteration:
@@ -174,7 +189,7 @@ class RayIterator(_BaseDataLoaderIter):
             current_pass.next_request += 1
             workers.fetch(current_pass.next_request - 1, worker, index)
 
-    # --- Batches ---------------------------------------------------------------------------------------------------------
+    # --- Batches --------------------------------------------------------------------------------------------
 
     def _next_data(self) -> Any:
         if self._workers:
@@ -196,23 +211,31 @@ class RayIterator(_BaseDataLoaderIter):
                 raise StopIteration
             ready = current_pass.next_yield if self._in_order else next(iter(current_pass.arrived), None)
             if ready in current_pass.arrived:
-                self._request_ahead(workers, extra=1)  # first, so that this batch is not lost if the cluster is
+                # first, so that this batch is not lost if the cluster is
+                self._request_ahead(workers, extra=1)
                 data = current_pass.arrived.pop(ready)
                 del current_pass.requested[ready]
                 current_pass.next_yield += 1
                 if isinstance(data, ExceptionWrapper):
                     data.reraise()
                 return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
-            if self._in_order and current_pass.next_yield not in current_pass.requested:  # its worker had no more
+            # its worker had no more
+            if self._in_order and current_pass.next_yield not in current_pass.requested:
                 current_pass.next_yield += 1
                 continue
             self._receive(workers)
 
     def _receive(self, workers: Workers) -> None:
-        """Wait for a message of the workers, and record the batch that it brings or the end of a worker's stream."""
+        """Wait for a message of the workers, and record the batch that it brings or the end of a worker's
+        stream."""
         current_pass = self._pass
         worker = next(
-            (owner for number, (owner, _) in current_pass.requested.items() if number not in current_pass.arrived), None
+            (
+                owner
+                for number, (owner, _) in current_pass.requested.items()
+                if number not in current_pass.arrived
+            ),
+            None,
         )
         start_seconds = (
             START_SECONDS if worker not in self._started else 0
@@ -245,13 +268,19 @@ class RayIterator(_BaseDataLoaderIter):
             self._has_warned = True
             consequence = ""
             if self._dataset_kind != _DatasetKind.Iterable:
-                consequence = "; a transform that draws from the worker's global random generator draws anew in them"
-            warnings.warn(f"Ray worker {worker} was lost ({reason}): its batches are made again{consequence}", stacklevel=2)
+                consequence = (
+                    "; a transform that draws from the worker's global random generator draws anew in them"
+                )
+            warnings.warn(
+                f"Ray worker {worker} was lost ({reason}): its batches are made again{consequence}",
+                stacklevel=2,
+            )
 
-    # --- Without the cluster -----------------------------------------------------------------------------------------------
+    # --- Without the cluster --------------------------------------------------------------------------------
 
     def _continue_locally(self):
-        """Load the rest of the pass with torch's own workers on this machine; TrainingFailed with head_lost="stop"."""
+        """Load the rest of the pass with torch's own workers on this machine;
+        TrainingFailed with head_lost="stop"."""
         if self._workers:
             self._release.detach()
             self._workers.close()
@@ -265,17 +294,23 @@ class RayIterator(_BaseDataLoaderIter):
             self._pass_number == 0 and self._dataset_kind == _DatasetKind.Iterable
         )  # from the start, with the same seeds
         remaining = (index for _, (_, index) in sorted(self._pass.requested.items()))
-        self._local_batches = iter(self._local_loader(itertools.chain(remaining, self._sampler_iter), repeats_seeds))
+        self._local_batches = iter(
+            self._local_loader(itertools.chain(remaining, self._sampler_iter), repeats_seeds)
+        )
         if self._dataset_kind == _DatasetKind.Iterable:
             for _ in range(self._num_yielded):
                 next(self._local_batches)
 
     def _local_loader(self, indices: Any, repeats_seeds: bool = False) -> DataLoader:
-        """Return torch's loader for these indices. An IterableDataset starts anew, perhaps with the cluster's seeds."""
+        """Return torch's loader for these indices.
+
+        An IterableDataset starts anew, perhaps with the cluster's seeds.
+        """
         options: dict[str, Any] = {
             "num_workers": self._num_workers, "collate_fn": self._collate_fn, "timeout": self._timeout,
-            "worker_init_fn": self._worker_init_fn, "pin_memory": self._pin_memory, "generator": torch.Generator(),
-            "multiprocessing_context": self._context, "prefetch_factor": self._prefetch,
+            "worker_init_fn": self._worker_init_fn, "pin_memory": self._pin_memory,
+            "generator": torch.Generator(), "multiprocessing_context": self._context,
+            "prefetch_factor": self._prefetch,
         }  # fmt: skip
         options["generator"].manual_seed(
             self._base_seed + 1 + self._pass_number
@@ -291,22 +326,27 @@ class RayIterator(_BaseDataLoaderIter):
 
 
 def batches(data_set: Any, sampler: Any, workers: int = 0) -> DpexDataLoader:
-    """Return a loader over Ray whose batches are `data_set[epoch, ids]`, for each batch of ids of the sampler."""
+    """Return a loader over Ray whose batches are `data_set[epoch, ids]`,
+    for each batch of ids of the sampler."""
     return DpexDataLoader(
-        WithSampleErrors(data_set, sampler), None, sampler=WithEpoch(sampler), distribute_mode=True, persistent_workers=True,
-        num_workers=workers or DEFAULT_WORKERS, generator=torch.Generator(), worker_init_fn=_outlive_stop_signals,
+        WithSampleErrors(data_set, sampler), None, sampler=WithEpoch(sampler), distribute_mode=True,
+        persistent_workers=True, num_workers=workers or DEFAULT_WORKERS, generator=torch.Generator(),
+        worker_init_fn=_outlive_stop_signals,
     )  # fmt: skip
 
 
 def _outlive_stop_signals(worker: int) -> None:
-    """In a worker process of this machine, ignore stop signals: a stopped job needs batches until it has saved."""
+    """In a worker process of this machine, ignore stop signals:
+    a stopped job needs batches until it has saved."""
     if multiprocessing.parent_process():
         begin_worker(worker)
 
 
 def add_options(parser: arguments.Parser) -> None:
     """Say in a CIFAR job's help that --workers are processes on the Ray cluster."""
-    arguments.explain(parser, workers=f"worker processes of each rank on the Ray cluster; 0 means {DEFAULT_WORKERS}")
+    arguments.explain(
+        parser, workers=f"worker processes of each rank on the Ray cluster; 0 means {DEFAULT_WORKERS}"
+    )
 
 
 def cifar_loader(

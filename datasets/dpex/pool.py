@@ -1,4 +1,5 @@
-"""The workers of one iterator in the bridge process: Ray actors, and the batches that were requested from each."""
+"""The workers of one iterator in the bridge process: Ray actors,
+and the batches that were requested from each."""
 
 import contextlib
 import dataclasses
@@ -20,13 +21,18 @@ class RemoteWorker:
     number: int
     actor: Any = None
     node: Optional[str] = None  # where the actor runs
-    requests: Any = dataclasses.field(default_factory=queue.SimpleQueue)  # (epoch, number, actor, reference, arguments)
+    # (epoch, number, actor, reference, arguments)
+    requests: Any = dataclasses.field(default_factory=queue.SimpleQueue)
     receipts: Any = dataclasses.field(default_factory=queue.SimpleQueue)  # whether a batch could be copied
-    oldest_needed: tuple[int, int] = (0, 0)  # (epoch, number) of the batch that is sent now: earlier ones have been received
+    # (epoch, number) of the batch that is sent now: earlier ones have been received
+    oldest_needed: tuple[int, int] = (0, 0)
 
 
 class Pool:
-    """One thread receives the requests of the training process. One thread per worker waits for its batches and sends them."""
+    """One thread receives the requests of the training process.
+
+    One thread per worker waits for its batches and sends them.
+    """
 
     def __init__(self, connection: socket.socket, cluster: Cluster):
         self._connection = connection
@@ -38,7 +44,8 @@ class Pool:
         self._task = None
 
     def serve(self) -> None:
-        """Handle the requests of the training process until it closes the connection; then end the workers."""
+        """Handle the requests of the training process until it closes the connection;
+        then end the workers."""
         handlers = {
             "task": self._put_task, "begin": self._begin, "resume": self._resume, "fetch": self._fetch,
             "received": self._note_receipt,
@@ -84,7 +91,8 @@ class Pool:
         worker.actor = worker.node = None
 
     def _put_task(self, epoch: int, packed: list):
-        """Put the task (data set, collate_fn and so on) into Ray's object store, from which Ray copies it to each node once."""
+        """Put the task (data set, collate_fn and so on) into Ray's object store,
+        from which Ray copies it to each node once."""
         import numpy
         import ray
 
@@ -93,9 +101,12 @@ class Pool:
         self._task = ray.put([numpy.frombuffer(part, numpy.uint8) for part in packed])
 
     def _begin(self, epoch: int, count: int, base_seed: int, packages: Iterable[str], copies_memory: bool):
-        """Begin an epoch: `count` workers copy the data set anew. Actors whose nodes are chosen again stay; others end.
+        """Begin an epoch: `count` workers copy the data set anew.
 
-        `copies_memory`: the training process copies batches out of this process, or out of the workers of a cluster of our own.
+        Actors whose nodes are chosen again stay; others end.
+
+        `copies_memory`: the training process copies batches out of this process, or out of the workers of a
+        cluster of our own.
         """
         self._epoch = self._first_epoch = epoch
         self._base_seed = base_seed
@@ -121,12 +132,20 @@ class Pool:
         worker.node = node
 
     def _resume(self, epoch: int):
-        self._earlier_counts = [(*earlier, place) for earlier, place in zip(self._earlier_counts, self._positions)]
+        self._earlier_counts = [
+            (*earlier, place) for earlier, place in zip(self._earlier_counts, self._positions)
+        ]
         self._epoch = epoch
         self._positions = [0] * len(self._positions)
 
     def _fetch(self, number: int, worker: int, packed: list):
-        arguments = worker, self._base_seed + worker, self._first_epoch, self._earlier_counts[worker], self._positions[worker]
+        arguments = (
+            worker,
+            self._base_seed + worker,
+            self._first_epoch,
+            self._earlier_counts[worker],
+            self._positions[worker],
+        )
         self._positions[worker] += 1
         remote_worker = self._workers[worker]
         keys = None
@@ -141,7 +160,10 @@ class Pool:
         self._workers[worker].receipts.put(received)
 
     def _deliver(self, worker: Any) -> None:
-        """Send a worker's batches in the order in which they were requested. Runs in a thread for each worker."""
+        """Send a worker's batches in the order in which they were requested.
+
+        Runs in a thread for each worker.
+        """
         import ray
         from ray.exceptions import ActorDiedError
 
@@ -177,8 +199,10 @@ class Pool:
             packed = reference = request = None  # else the object store would keep them until the next batch
 
     def _actor_for_retry(self, worker: Any, actor: Any, error: Exception, losses: int) -> tuple[Any, bool]:
-        """Return (the actor that makes the batch again, whether it is new). A lost worker is replaced, on another node if
-        possible; if the object store lost the batch or is full, the worker stays. Else, or after LOSSES, raise the error."""
+        """Return (the actor that makes the batch again, whether it is new).
+
+        A lost worker is replaced, on another node if possible; if the object store lost the batch or is full,
+        the worker stays. Else, or after LOSSES, raise the error."""
         from ray import exceptions
 
         batch_errors = (
@@ -188,7 +212,11 @@ class Pool:
             exceptions.ObjectFetchTimedOutError,
         )
         cause = error.cause if isinstance(error, exceptions.RayTaskError) else error
-        if losses > LOSSES or not isinstance(cause, exceptions.RayError) or isinstance(cause, exceptions.RuntimeEnvSetupError):
+        if (
+            losses > LOSSES
+            or not isinstance(cause, exceptions.RayError)
+            or isinstance(cause, exceptions.RuntimeEnvSetupError)
+        ):
             if worker.actor is actor:
                 self._end(worker)  # the next epoch starts another one
             raise error

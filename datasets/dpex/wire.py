@@ -1,6 +1,8 @@
-"""Serialization in datasets.dpex: a short pickle, then the bytes of every tensor and array, received into ordinary memory.
+"""Serialization in datasets.dpex: a short pickle, then the bytes of every tensor and array,
+received into ordinary memory.
 
-Batches of a process of this machine are, where the system allows it, copied by the receiver out of that process's memory.
+Batches of a process of this machine are, where the system allows it, copied by the receiver out of that
+process's memory.
 """
 
 import io
@@ -31,9 +33,14 @@ def pack(value: object) -> PackedValue:
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
-            module = getattr(obj, "__module__", None) if isinstance(obj, TYPES_WITH_MODULE) else type(obj).__module__
+            module = (
+                getattr(obj, "__module__", None)
+                if isinstance(obj, TYPES_WITH_MODULE)
+                else type(obj).__module__
+            )
             modules.add(module)
-            if type(obj) in (torch.TypedStorage, torch.UntypedStorage):  # torch would embed a file of torch.save()
+            # torch would embed a file of torch.save()
+            if type(obj) in (torch.TypedStorage, torch.UntypedStorage):
                 content = torch.empty(0, dtype=torch.uint8).set_(getattr(obj, "_untyped_storage", obj))
                 return _restore_storage, (content.numpy(), getattr(obj, "dtype", torch.uint8))
             if type(obj) is torch.Tensor and _is_partial(obj):
@@ -54,7 +61,10 @@ TYPES_WITH_MODULE = (
 
 
 def unpack(parts: Sequence) -> Any:
-    """Unpickle the parts of a packed value. They must come from a process of this job, because unpickling runs code."""
+    """Unpickle the parts of a packed value.
+
+    They must come from a process of this job, because unpickling runs code.
+    """
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
@@ -69,11 +79,14 @@ def _is_partial(tensor: Any) -> bool:
 def _restore_storage(content: object, dtype: object) -> Any:
     import torch
 
-    return torch.TypedStorage(wrap_storage=torch.from_numpy(content).untyped_storage(), dtype=dtype, _internal=True)
+    return torch.TypedStorage(
+        wrap_storage=torch.from_numpy(content).untyped_storage(), dtype=dtype, _internal=True
+    )
 
 
 def source_packages(modules: Iterable[str]) -> set[str]:
-    """Return the folders of the modules' top-level packages that are not installed, but part of the user's program."""
+    """Return the folders of the modules' top-level packages that are not installed,
+    but part of the user's program."""
     installed = (*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     folders = set()
     for name in {str(module).split(".")[0] for module in modules if module}:
@@ -84,7 +97,8 @@ def source_packages(modules: Iterable[str]) -> set[str]:
 
 
 def send(connection: socket.socket, message: object, parts: Sequence = ()) -> None:
-    """Send a message, and after it the `parts` of a packed value, to a process of this user on this machine."""
+    """Send a message, and after it the `parts` of a packed value,
+    to a process of this user on this machine."""
     header = pickle.dumps((message, [len(part) for part in parts]))
     connection.sendall(LENGTH.pack(len(header)) + header)
     for part in parts:
@@ -114,7 +128,8 @@ def _read_fully(length: int, read_into: Callable[[Any], int]) -> Any:
 
 
 class MemoryHandle(NamedTuple):
-    """The parts of a packed value that stay in the memory of a process until their receiver says that it has copied them."""
+    """The parts of a packed value that stay in the memory of a process until their receiver says that it has
+    copied them."""
 
     pid: int
     regions: list[tuple[int, int]]  # (address, length)
@@ -126,7 +141,8 @@ def memory_handle(parts: Sequence[np.ndarray]) -> MemoryHandle:
 
 
 def copy_parts(handle: MemoryHandle) -> list[memoryview]:
-    """Return copies of the parts; OSError or EOFError if the process has ended or does not show its memory."""
+    """Return copies of the parts; OSError or EOFError if the process has ended or does not show its
+    memory."""
     parts = []
     with open_memory(handle.pid) as memory:
         for address, length in handle.regions:

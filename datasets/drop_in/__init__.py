@@ -15,10 +15,10 @@ NAMES = {
 }
 
 NVIDIA = (
-    "DATA_BACKEND_CHOICES", "get_dali_kspeed_train_loader", "get_dali_kspeed_val_loader", "get_dali_train_loader",
-    "get_dali_val_loader", "get_kspeed_train_loader", "get_kspeed_val_loader", "get_pytorch_train_loader",
-    "get_pytorch_val_loader", "get_synthetic_loader", "get_synthetic_train_loader", "get_synthetic_val_loader",
-    "get_syntetic_loader",
+    "DATA_BACKEND_CHOICES", "get_dali_kspeed_train_loader", "get_dali_kspeed_val_loader",
+    "get_dali_train_loader", "get_dali_val_loader", "get_kspeed_train_loader", "get_kspeed_val_loader",
+    "get_pytorch_train_loader", "get_pytorch_val_loader", "get_synthetic_loader",
+    "get_synthetic_train_loader", "get_synthetic_val_loader", "get_syntetic_loader",
 )  # fmt: skip
 NAMES |= dict.fromkeys(NVIDIA, "datasets.drop_in.nvidia")
 

@@ -1,14 +1,16 @@
-"""The pipelines and iterators of the DALI article, with its arguments, for a script that has its own training loop.
+"""The pipelines and iterators of the DALI article, with its arguments,
+for a script that has its own training loop.
 
-    pipe = HybridTrainPipe(batch_size=256, num_threads=8, device_id=0, data_dir="/data/imagenet/train", crop=224, mean=MEAN,
-                           std=STD, dali_cpu=True)
+    pipe = HybridTrainPipe(batch_size=256, num_threads=8, device_id=0, data_dir="/data/imagenet/train",
+                           crop=224, mean=MEAN, std=STD, dali_cpu=True)
     pipe.build()
     loader = DaliIteratorCPU(pipelines=pipe, size=pipe.epoch_size("Reader"), mean=MEAN, std=STD)
     for images, labels in loader: ...
 
-`mean` and `std` are of pixels from 0 to 255. Without an NVIDIA GPU, or with device_id=None, a pipeline runs the same operators
-on the CPU and leaves the labels there. DaliIteratorCPU moves batches to the accelerator, if there is one. The last batch of an
-epoch has the remaining samples. next() raises the errors of the thread that loads.
+`mean` and `std` are of pixels from 0 to 255. Without an NVIDIA GPU, or with device_id=None, a pipeline runs
+the same operators on the CPU and leaves the labels there. DaliIteratorCPU moves batches to the accelerator,
+if there is one. The last batch of an epoch has the remaining samples. next() raises the errors of the thread
+that loads.
 """
 
 import functools
@@ -33,7 +35,8 @@ AHEAD = 5  # batches that DaliIteratorCPU prepares ahead, at most
 
 
 def __getattr__(name: str) -> Any:
-    """Create the pipeline classes on first use: they are subclasses of a class of DALI, which is imported then."""
+    """Create the pipeline classes on first use: they are subclasses of a class of DALI,
+    which is imported then."""
     if name in ("HybridTrainPipe", "HybridValPipe"):
         return _pipelines()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -70,7 +73,10 @@ def _pipelines() -> dict[str, type]:
     from nvidia.dali.pipeline import Pipeline
 
     class Pipe(Pipeline):
-        """Base of both pipelines. A subclass may resize faster: interp_type, antialias = types.INTERP_LINEAR, False"""
+        """Base of both pipelines.
+
+        A subclass may resize faster: interp_type, antialias = types.INTERP_LINEAR, False
+        """
 
         interp_type: Any = types.DALIInterpType.INTERP_TRIANGULAR  # as torchvision resizes
         antialias = True
@@ -90,15 +96,19 @@ def _train_pipeline(base: type) -> type:
     from nvidia.dali import fn, types
 
     class HybridTrainPipe(base):
-        """Crops and flips at random. Gives normalised (3, H, W), or with dali_cpu=True uint8 (H, W, 3) for DaliIteratorCPU."""
+        """Crops and flips at random.
+
+        Gives normalised (3, H, W), or with dali_cpu=True uint8 (H, W, 3) for DaliIteratorCPU.
+        """
 
         def __init__(
             self, batch_size: int, num_threads: int, device_id: Optional[int], data_dir: str, crop: int,
-            mean: Sequence[float], std: Sequence[float], local_rank: int = 0, world_size: int = 1, dali_cpu: bool = False,
-            shuffle: bool = True, fp16: bool = False, min_crop_size: float = 0.08,
+            mean: Sequence[float], std: Sequence[float], local_rank: int = 0, world_size: int = 1,
+            dali_cpu: bool = False, shuffle: bool = True, fp16: bool = False, min_crop_size: float = 0.08,
         ) -> None:  # fmt: skip
             self._place = _Place(device_id, dali_cpu)
-            super().__init__(batch_size, num_threads, self._place.device_id)  # no seed: another order in each run
+            # no seed: another order in each run
+            super().__init__(batch_size, num_threads, self._place.device_id)
             self._files = _reader_options(data_dir, local_rank, world_size, random_shuffle=shuffle)
             self._crop = crop
             self._area = [min_crop_size, 1.0]
@@ -107,13 +117,15 @@ def _train_pipeline(base: type) -> type:
         def define_graph(self) -> tuple:
             contents, labels = fn.readers.file(name=READER, **self._files)
             images = fn.decoders.image_random_crop(
-                contents, output_type=types.DALIImageType.RGB, random_aspect_ratio=RATIO, random_area=self._area,
-                num_attempts=ATTEMPTS, **self._place.decoder, **self._place.padding,
+                contents, output_type=types.DALIImageType.RGB, random_aspect_ratio=RATIO,
+                random_area=self._area, num_attempts=ATTEMPTS, **self._place.decoder, **self._place.padding,
             )  # fmt: skip
             images = self._resized(images, resize_x=self._crop, resize_y=self._crop)
             coin = fn.random.coin_flip(probability=0.5)
             if self._normalise:
-                return fn.crop_mirror_normalize(images, mirror=coin, **self._normalise), _labels_on_device(labels, self._place)
+                return fn.crop_mirror_normalize(images, mirror=coin, **self._normalise), _labels_on_device(
+                    labels, self._place
+                )
             return fn.flip(images, horizontal=coin), _labels_on_device(labels, self._place)
 
     return HybridTrainPipe
@@ -124,16 +136,19 @@ def _val_pipeline(base: type) -> type:
     from nvidia.dali import fn, types
 
     class HybridValPipe(base):
-        """Gives the middle of each photograph, its short side resized to `size`, in the formats of HybridTrainPipe."""
+        """Gives the middle of each photograph, its short side resized to `size`,
+        in the formats of HybridTrainPipe."""
 
         def __init__(
-            self, batch_size: int, num_threads: int, device_id: Optional[int], data_dir: str, crop: int, size: int,
-            mean: Sequence[float], std: Sequence[float], local_rank: int = 0, world_size: int = 1, dali_cpu: bool = False,
-            shuffle: bool = False, fp16: bool = False,
+            self, batch_size: int, num_threads: int, device_id: Optional[int], data_dir: str, crop: int,
+            size: int, mean: Sequence[float], std: Sequence[float], local_rank: int = 0, world_size: int = 1,
+            dali_cpu: bool = False, shuffle: bool = False, fp16: bool = False,
         ) -> None:  # fmt: skip
             self._place = _Place(device_id, dali_cpu)
             super().__init__(batch_size, num_threads, self._place.device_id)
-            self._files = _reader_options(data_dir, local_rank, world_size, random_shuffle=shuffle, initial_fill=1)
+            self._files = _reader_options(
+                data_dir, local_rank, world_size, random_shuffle=shuffle, initial_fill=1
+            )
             self._crop = crop
             self._size = size
             self._normalise = None if dali_cpu else _normalisation(mean, std, crop, fp16)
@@ -143,22 +158,39 @@ def _val_pipeline(base: type) -> type:
             images = fn.decoders.image(contents, output_type=types.DALIImageType.RGB, **self._place.decoder)
             images = self._resized(images, resize_shorter=self._size)
             if self._normalise:
-                return fn.crop_mirror_normalize(images, **self._normalise), _labels_on_device(labels, self._place)
+                return fn.crop_mirror_normalize(images, **self._normalise), _labels_on_device(
+                    labels, self._place
+                )
             return fn.crop(images, crop=(self._crop, self._crop)), _labels_on_device(labels, self._place)
 
     return HybridValPipe
 
 
 def _reader_options(data_dir: str, local_rank: int, world_size: int, **options: Any) -> dict[str, Any]:
-    """Return options of DALI's file reader. It fills up a shard with copies of the last sample; our iterators drop them."""
-    return {"file_root": data_dir, "shard_id": local_rank, "num_shards": world_size, "pad_last_batch": True, **options}
+    """Return options of DALI's file reader.
+
+    It fills up a shard with copies of the last sample; our iterators drop them.
+    """
+    return {
+        "file_root": data_dir,
+        "shard_id": local_rank,
+        "num_shards": world_size,
+        "pad_last_batch": True,
+        **options,
+    }
 
 
 def _normalisation(mean: Sequence[float], std: Sequence[float], crop: int, fp16: bool) -> dict[str, Any]:
     from nvidia.dali import types
 
     dtype = types.DALIDataType.FLOAT16 if fp16 else types.DALIDataType.FLOAT
-    return {"dtype": dtype, "output_layout": "CHW", "crop": (crop, crop), "mean": list(mean), "std": list(std)}
+    return {
+        "dtype": dtype,
+        "output_layout": "CHW",
+        "crop": (crop, crop),
+        "mean": list(mean),
+        "std": list(std),
+    }
 
 
 def _labels_on_device(labels: Any, place: Any) -> Any:
@@ -166,9 +198,12 @@ def _labels_on_device(labels: Any, place: Any) -> Any:
 
 
 class DaliIterator:
-    """Gives (images, labels) of a pipeline, or of a list with one pipeline. A loop over it ends with the epoch.
+    """Gives (images, labels) of a pipeline, or of a list with one pipeline.
 
-    `size`: number of samples of this shard in an epoch. Other arguments, such as those of DaliIteratorCPU, are ignored.
+    A loop over it ends with the epoch.
+
+    `size`: number of samples of this shard in an epoch. Other arguments, such as those of DaliIteratorCPU,
+    are ignored.
     """
 
     def __init__(self, pipelines: Any, size: float, **_kwargs: Any) -> None:
@@ -179,7 +214,10 @@ class DaliIterator:
         pipeline = pipelines[0]
         self._size = math.ceil(size)
         self._batch_size = pipeline.max_batch_size
-        options: dict[str, Any] = {"last_batch_policy": LastBatchPolicy.PARTIAL, **_end_options(pipeline, self._size)}
+        options: dict[str, Any] = {
+            "last_batch_policy": LastBatchPolicy.PARTIAL,
+            **_end_options(pipeline, self._size),
+        }
         self._dali_iterator = DALIClassificationIterator(pipelines, **options)
 
     def __iter__(self) -> "DaliIterator":
@@ -193,7 +231,8 @@ class DaliIterator:
 
 
 def _end_options(pipeline: Any, size: int) -> dict[str, Any]:
-    """Return the arguments that end an epoch of DALI's iterator: reader_name if its shard has `size` samples, else `size`."""
+    """Return the arguments that end an epoch of DALI's iterator: reader_name if its shard has `size` samples,
+    else `size`."""
     reader = pipeline.reader_meta().get(READER)
     if reader and size == math.ceil(reader["epoch_size"] / reader["number_of_shards"]):
         return {"reader_name": READER}
@@ -215,13 +254,16 @@ class DaliIteratorGPU(DaliIterator):
 
 
 class DaliIteratorCPU(DaliIterator):
-    """Iterates over a pipeline that gives uint8 (H, W, 3). A thread moves batches to the device and normalises them."""
+    """Iterates over a pipeline that gives uint8 (H, W, 3).
+
+    A thread moves batches to the device and normalises them.
+    """
 
     _has_thread = True
 
     def __init__(
-        self, fp16: bool = False, mean: Sequence[float] = (0.0, 0.0, 0.0), std: Sequence[float] = (1.0, 1.0, 1.0),
-        pin_memory: bool = True, **kwargs: Any,
+        self, fp16: bool = False, mean: Sequence[float] = (0.0, 0.0, 0.0),
+        std: Sequence[float] = (1.0, 1.0, 1.0), pin_memory: bool = True, **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(**kwargs)
         print("Using DALI CPU iterator")
@@ -266,9 +308,12 @@ def _normalised(
     std: Sequence[float],
     pin_memory: bool,
 ) -> Generator:
-    """Yield (images, labels, event) until the epoch ends. The event follows the work on a side stream; None without a stream.
+    """Yield (images, labels, event) until the epoch ends.
 
-    As a method, it would keep its DaliIteratorCPU alive in the thread that runs it, so that it could not be deleted.
+    The event follows the work on a side stream; None without a stream.
+
+    As a method, it would keep its DaliIteratorCPU alive in the thread that runs it, so that it could not be
+    deleted.
     """
     devices.use(device)
     stream = devices.side_stream(device)

@@ -1,10 +1,12 @@
-"""The loaders of NVIDIA's ResNet-50 script, and those of Alibaba's KSpeed patch for it, with the same signatures.
+"""The loaders of NVIDIA's ResNet-50 script, and those of Alibaba's KSpeed patch for it,
+with the same signatures.
 
     train_loader, steps = get_kspeed_train_loader("/data/imagenet", 224, 256, 1000, one_hot=False)
-    for images, targets in train_loader: ...        # on the GPU where there is one, normalised; anew in every epoch
+    for images, targets in train_loader: ...  # on the GPU if there is one, normalised; anew in each epoch
 
-All but the synthetic loaders give the same pictures in the same order. If there is a process group, the pictures are divided
-among its ranks. Seeds are not taken from numpy or torch, so `_worker_init_fn` is not called.
+All but the synthetic loaders give the same pictures in the same order. If there is a process group, the
+pictures are divided among its ranks. Seeds are not taken from numpy or torch, so `_worker_init_fn` is not
+called.
 """
 
 import os
@@ -24,15 +26,29 @@ from datasets.sampler import EpochSampler, InOrder, Sampler
 from datasets.synthetic import ColouredNoise
 
 # The five of Alibaba's document, then those of NVIDIA's script that it patches.
-DATA_BACKEND_CHOICES = ["pytorch", "syntetic", "kspeed", "dali-kspeed", "dali", "synthetic", "dali-gpu", "dali-cpu"]
+DATA_BACKEND_CHOICES = [
+    "pytorch",
+    "syntetic",
+    "kspeed",
+    "dali-kspeed",
+    "dali",
+    "synthetic",
+    "dali-gpu",
+    "dali-cpu",
+]
 
 GetLoader = Callable[..., tuple["EpochLoader", int]]
 
 
 class EpochLoader:
-    """Gives (images, targets) of each batch, one epoch per loop. Targets are class numbers, or with `one_hot` float vectors."""
+    """Gives (images, targets) of each batch, one epoch per loop.
 
-    def __init__(self, loader: Any, sampler: Any, num_classes: int, one_hot: bool, start_epoch: int = 0) -> None:
+    Targets are class numbers, or with `one_hot` float vectors.
+    """
+
+    def __init__(
+        self, loader: Any, sampler: Any, num_classes: int, one_hot: bool, start_epoch: int = 0
+    ) -> None:
         self._loader = loader
         self._sampler = sampler
         self._num_classes = num_classes
@@ -56,13 +72,16 @@ def _train_loader_getter(backend: str, decode_on_gpu: Optional[bool] = None) -> 
     """Return a function with the signature of NVIDIA's get_*_train_loader() for this --data_backend."""
 
     def get(
-        data_path: str, image_size: int, batch_size: int, num_classes: int, one_hot: bool, interpolation: str = "bilinear",
-        augmentation: Optional[str] = None, start_epoch: int = 0, workers: int = 5, _worker_init_fn: Optional[Callable] = None,
-        prefetch_factor: int = 2, memory_format: torch.memory_format = torch.contiguous_format,
+        data_path: str, image_size: int, batch_size: int, num_classes: int, one_hot: bool,
+        interpolation: str = "bilinear", augmentation: Optional[str] = None, start_epoch: int = 0,
+        workers: int = 5, _worker_init_fn: Optional[Callable] = None, prefetch_factor: int = 2,
+        memory_format: torch.memory_format = torch.contiguous_format,
     ) -> tuple[EpochLoader, int]:  # fmt: skip
         mode = _mode(interpolation)
         augmentation = "autoaugment" if augmentation == "autoaugment" else "none"
-        photos = Photos(_files(data_path, "train", backend), image_size, True, 0, mode=mode, augmentation=augmentation)
+        photos = Photos(
+            _files(data_path, "train", backend), image_size, True, 0, mode=mode, augmentation=augmentation
+        )
         sampler = EpochSampler(len(photos), batch_size, seed=0)
         loader = _sharded(photos, sampler, workers, backend, prefetch_factor, memory_format, decode_on_gpu)
         return EpochLoader(loader, sampler, num_classes, one_hot, start_epoch), len(sampler)
@@ -74,9 +93,10 @@ def _val_loader_getter(backend: str, decode_on_gpu: Optional[bool] = None) -> Ge
     """Return a function with the signature of NVIDIA's get_*_val_loader() for this --data_backend."""
 
     def get(
-        data_path: str, image_size: int, batch_size: int, num_classes: int, one_hot: bool, interpolation: str = "bilinear",
-        workers: int = 5, _worker_init_fn: Optional[Callable] = None, crop_padding: int = 32,
-        memory_format: torch.memory_format = torch.contiguous_format, prefetch_factor: int = 2,
+        data_path: str, image_size: int, batch_size: int, num_classes: int, one_hot: bool,
+        interpolation: str = "bilinear", workers: int = 5, _worker_init_fn: Optional[Callable] = None,
+        crop_padding: int = 32, memory_format: torch.memory_format = torch.contiguous_format,
+        prefetch_factor: int = 2,
     ) -> tuple[EpochLoader, int]:  # fmt: skip
         short = image_size + crop_padding
         mode = _mode(interpolation)
@@ -106,12 +126,20 @@ def get_dali_val_loader(dali_cpu: bool = False) -> GetLoader:
 
 def get_dali_kspeed_train_loader(dali_cpu: bool = False, kspeed: bool = True) -> GetLoader:
     """Return a function that makes a training loader of DALI, through the cache if `kspeed`."""
-    return _train_loader_getter("dali-kspeed", _decodes_on_gpu(dali_cpu)) if kspeed else get_dali_train_loader(dali_cpu)
+    return (
+        _train_loader_getter("dali-kspeed", _decodes_on_gpu(dali_cpu))
+        if kspeed
+        else get_dali_train_loader(dali_cpu)
+    )
 
 
 def get_dali_kspeed_val_loader(dali_cpu: bool = False, kspeed: bool = True) -> GetLoader:
     """Return a function that makes a validation loader of DALI, through the cache if `kspeed`."""
-    return _val_loader_getter("dali-kspeed", _decodes_on_gpu(dali_cpu)) if kspeed else get_dali_val_loader(dali_cpu)
+    return (
+        _val_loader_getter("dali-kspeed", _decodes_on_gpu(dali_cpu))
+        if kspeed
+        else get_dali_val_loader(dali_cpu)
+    )
 
 
 def _decodes_on_gpu(dali_cpu: bool) -> bool:
@@ -124,7 +152,10 @@ def get_synthetic_loader(
     workers: Optional[int] = None, _worker_init_fn: Optional[Callable] = None,
     memory_format: torch.memory_format = torch.contiguous_format, prefetch_factor: int = 2,
 ) -> tuple[EpochLoader, int]:  # fmt: skip
-    """Return (loader, steps per epoch). The loader repeats one batch of noise for an epoch of ImageNet; NVIDIA's never ends."""
+    """Return (loader, steps per epoch).
+
+    The loader repeats one batch of noise for an epoch of ImageNet; NVIDIA's never ends.
+    """
     noise = ColouredNoise(imagenet.IMAGENET["train"], image_size, num_classes, seed=0)
     sampler = EpochSampler(len(noise), batch_size, seed=0)
     loader = _sharded(noise, sampler, 0, "synthetic", prefetch_factor, memory_format)
@@ -144,12 +175,19 @@ def _mode(interpolation: str) -> str:
 
 
 def _sharded(
-    data_set: imagenet.DataSet, sampler: Sampler, workers: int, backend: str, prefetch: int, layout: torch.memory_format,
-    decode_on_gpu: Optional[bool] = None,
+    data_set: imagenet.DataSet, sampler: Sampler, workers: int, backend: str, prefetch: int,
+    layout: torch.memory_format, decode_on_gpu: Optional[bool] = None,
 ) -> Loader:  # fmt: skip
     has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
     if has_group:
         sampler.shard(torch.distributed.get_rank(), torch.distributed.get_world_size())
     return imagenet.loader(
-        data_set, sampler, compute_device(), workers, backend, prefetch=prefetch, layout=layout, decode_on_gpu=decode_on_gpu
+        data_set,
+        sampler,
+        compute_device(),
+        workers,
+        backend,
+        prefetch=prefetch,
+        layout=layout,
+        decode_on_gpu=decode_on_gpu,
     )

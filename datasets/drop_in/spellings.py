@@ -1,6 +1,8 @@
-"""Translate the options of NVIDIA's ResNet-50 script and of the DALI article to those of jobs/train_imagenet.py.
+"""Translate the options of NVIDIA's ResNet-50 script and of the DALI article to those of
+jobs/train_imagenet.py.
 
-Both take the folder of the data as a word without an option. Such a command also gets the defaults of --recipe nvidia.
+Both take the folder of the data as a word without an option. Such a command also gets the defaults of
+--recipe nvidia.
 """
 
 import argparse
@@ -22,16 +24,19 @@ NAMES = {
 
 # {their flag: our option with its value}
 FLAGS = {
-    "--amp": "--amp_dtype=float16", "--fp16": "--amp_dtype=float16", "--dynamic_loss_scale": "--growth_interval=100",
-    "--no_checkpoints": "--checkpoints=false", "--save_checkpoints": "--checkpoints=true", "-e": "--evaluate=true",
-    "--gather_checkpoints": "--keep=1000000",
-    "--use_dali": "--data_backend=dali-gpu", "--dali_cpu": "--data_backend=dali-cpu",
+    "--amp": "--amp_dtype=float16", "--fp16": "--amp_dtype=float16",
+    "--dynamic_loss_scale": "--growth_interval=100", "--no_checkpoints": "--checkpoints=false",
+    "--save_checkpoints": "--checkpoints=true", "-e": "--evaluate=true",
+    "--gather_checkpoints": "--keep=1000000", "--use_dali": "--data_backend=dali-gpu",
+    "--dali_cpu": "--data_backend=dali-cpu",
 }  # fmt: skip
 
 # {their option: the remark that explains why it has no effect}. Options of the first table have a value.
 NO_EFFECT_WITH_VALUE = {
     "--jit": "TorchScript is not used here: --compile true makes the network faster",
-    "--checkpoint_filename": "checkpoints have the number of their samples as names, and an epoch's weights are epoch_N.pth",
+    "--checkpoint_filename": (
+        "checkpoints have the number of their samples as names, and an epoch's weights are epoch_N.pth"
+    ),
     "--topk": "the accuracy of the first five classes is always measured as well",
     "--rmsprop_alpha": "RMSprop's alpha is 0.9 here, which is its default there",
     "--rmsprop_eps": "RMSprop's epsilon is 1e-3 here, which is its default there",
@@ -51,7 +56,8 @@ BARE_VALUES = {"--prof": "100"}  # the article's --prof has no number
 
 
 def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Translate NVIDIA's and the article's options: return (words for `parser`, remarks on options that have no effect)."""
+    """Translate NVIDIA's and the article's options: return (words for `parser`, remarks on options that have
+    no effect)."""
     translated = []
     remarks = []
     words = list(reversed(argv))
@@ -77,7 +83,9 @@ def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[
                 _take_value(value, words)
             else:
                 _take_flag(value, words)
-            remarks.append(f"{word.partition('=')[0]} has no effect: {(NO_EFFECT | NO_EFFECT_WITH_VALUE)[name]}")
+            remarks.append(
+                f"{word.partition('=')[0]} has no effect: {(NO_EFFECT | NO_EFFECT_WITH_VALUE)[name]}"
+            )
         elif name in BARE_VALUES and value is None and (not words or words[-1].startswith("--")):
             translated.append(f"{name}={BARE_VALUES[name]}")
         elif word.startswith("-"):
@@ -95,7 +103,10 @@ def respell(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[
 
 
 def _split(word: str) -> tuple[str, Optional[str]]:
-    """Split --name=value, or -jVALUE if NAMES has -j, into (name, value or None). Dashes in long names become underscores."""
+    """Split --name=value, or -jVALUE if NAMES has -j, into (name, value or None).
+
+    Dashes in long names become underscores.
+    """
     if match := re.fullmatch(r"(-[A-Za-z])=?(.+)", word, re.S):
         return (match[1], match[2]) if match[1] in NAMES else (word, None)
     name, equals, value = word.partition("=")
@@ -103,21 +114,26 @@ def _split(word: str) -> tuple[str, Optional[str]]:
 
 
 def _take_value(value: Optional[str], words: list[str]) -> Optional[str]:
-    """Return `value` if given, else the next word, taken off `words`; None if there is no next word or it begins with --."""
+    """Return `value` if given, else the next word, taken off `words`;
+    None if there is no next word or it begins with --."""
     if value is None and words and not words[-1].startswith("--"):
         return words.pop()
     return value
 
 
 def _take_flag(value: Optional[str], words: list[str]) -> Optional[bool]:
-    """Return whether a flag is set: by `value`, else by a yes or no taken off `words`, else True. None for another `value`."""
+    """Return whether a flag is set: by `value`, else by a yes or no taken off `words`, else True.
+
+    None for another `value`.
+    """
     if value is None and words and words[-1].strip().lower() in YES_OR_NO:
         value = words.pop()
     return YES_OR_NO.get((value or "true").strip().lower())
 
 
 def _takes_next(parser: argparse.ArgumentParser, name: str, words: list[str]) -> bool:
-    """Return whether the next word is the option's value: a flag has none, a boolean only yes or no; none begins with --."""
+    """Return whether the next word is the option's value: a flag has none, a boolean only yes or no;
+    none begins with --."""
     if not words or words[-1].startswith("--"):
         return False
     action = parser._option_string_actions.get(name)

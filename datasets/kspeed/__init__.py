@@ -9,8 +9,8 @@ from datasets.kspeed.servers import name_of
 from datasets.kspeed.values import NOT_STORED, STORED, TOO_LARGE
 
 __all__ = [
-    "NOT_STORED", "STORED", "TOO_LARGE", "KSpeedCallable", "KSpeedFolder", "KSpeedImageFolder", "SampleCache", "name_of",
-    "samples", "through_cache",
+    "NOT_STORED", "STORED", "TOO_LARGE", "KSpeedCallable", "KSpeedFolder", "KSpeedImageFolder", "SampleCache",
+    "name_of", "samples", "through_cache",
 ]  # fmt: skip
 
 

@@ -1,7 +1,9 @@
-"""A cache of samples on several memcached servers: jobs and nodes read a file from storage once, and then from memory.
+"""A cache of samples on several memcached servers: jobs and nodes read a file from storage once,
+and then from memory.
 
-No job depends on the cache. If a server dies, hangs, or loses or changes values, an operation still ends within its deadline. A
-wrong value is a miss. A server that fails is not asked for a while, and one line says so. Nothing is unpickled.
+No job depends on the cache. If a server dies, hangs, or loses or changes values, an operation still ends
+within its deadline. A wrong value is a miss. A server that fails is not asked for a while, and one line says
+so. Nothing is unpickled.
 """
 
 import os
@@ -15,9 +17,18 @@ from datasets.kspeed.values import LARGEST, NOT_STORED, TOO_LARGE, Key, Values
 
 
 class SampleCache:
-    """Client for threads and forked or spawned processes, each with own connections. `deadline`: seconds for a get or set."""
+    """Client for threads and forked or spawned processes, each with own connections.
 
-    def __init__(self, servers: Addresses, user: Optional[str] = None, password: Optional[str] = None, deadline: float = 0.05):
+    `deadline`: seconds for a get or set.
+    """
+
+    def __init__(
+        self,
+        servers: Addresses,
+        user: Optional[str] = None,
+        password: Optional[str] = None,
+        deadline: float = 0.05,
+    ):
         try:
             import pymemcache  # noqa: F401
         except ImportError:
@@ -25,12 +36,16 @@ class SampleCache:
         if (user is None) != (password is None):
             raise UserError("--kspeed_user and KSPEED_PASSWORD belong together: give both, or neither")
         if any(character.isspace() for character in f"{user}{password}"):
-            raise UserError("--kspeed_user or KSPEED_PASSWORD contains a space, at which memcached ends a user: choose others")
+            raise UserError(
+                "--kspeed_user or KSPEED_PASSWORD contains a space, at which memcached ends a user: "
+                "choose others"
+            )
         self.servers = Servers(addresses(servers))
         self.values = Values(password)
         self.deadline = deadline
         self._login = f"{user} {password}".encode() if user else None
-        self._too_large: dict[Server, int] = {}  # bytes, with the header, of the smallest value that each refused
+        # bytes, with the header, of the smallest value that each refused
+        self._too_large: dict[Server, int] = {}
         self._start_process()
 
     def _start_process(self) -> None:
@@ -63,7 +78,10 @@ class SampleCache:
         return self._fleet().set(name, self.values.header(seal, content) + content) or NOT_STORED
 
     def has(self, key: Key) -> bool:
-        """Return whether a server says that it has a value for this key. The value is neither transferred nor verified."""
+        """Return whether a server says that it has a value for this key.
+
+        The value is neither transferred nor verified.
+        """
         return bool(self._fleet().touch(self.values.hashed(key)[0]))
 
     def delete(self, key: Key) -> bool:

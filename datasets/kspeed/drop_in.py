@@ -1,6 +1,7 @@
 """Drop-in replacements for the classes of Alibaba's KSpeed, with its names and call forms.
 
-    data_set = KSpeedImageFolder("imagenet/train", None, 5, "host:11211,host2:11211", user, password, transform)
+    servers = "host:11211,host2:11211"
+    data_set = KSpeedImageFolder("imagenet/train", None, 5, servers, user, password, transform)
 
 instead of torchvision's ImageFolder. KSpeedCallable uses the vendor's own package where that is installed.
 """
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class KSpeedFolder:
-    """Reads the files below a folder through the cache. Paths are complete, as for open(), not relative to the folder."""
+    """Reads the files below a folder through the cache.
+
+    Paths are complete, as for open(), not relative to the folder.
+    """
 
     def __init__(
         self,
@@ -36,7 +40,9 @@ class KSpeedFolder:
         password: Optional[str] = None,
     ):
         if fileset is not None:
-            raise UserError("the second argument of KSpeedFolder and KSpeedImageFolder has no meaning here: give None")
+            raise UserError(
+                "the second argument of KSpeedFolder and KSpeedImageFolder has no meaning here: give None"
+            )
         self.root = os.path.expanduser(os.fspath(root))
         self.workers = workers
         self.cache = samples.open_cache(iplist, user, password)
@@ -55,7 +61,10 @@ class KSpeedFolder:
         return os.stat(path).st_size
 
     def preload(self, paths: Sequence[str]) -> None:
-        """Put the files into the cache, in self.workers threads (0: samples.THREADS). Those that cannot be read are skipped."""
+        """Put the files into the cache, in self.workers threads (0: samples.THREADS).
+
+        Those that cannot be read are skipped.
+        """
         put = functools.partial(samples.put, self.cache)
         for _ in samples.for_each(self.root, paths, self.workers or samples.THREADS, put):
             pass
@@ -67,7 +76,10 @@ def image_folder() -> type:
     from torchvision.datasets import ImageFolder
 
     class KSpeedImageFolder(ImageFolder):
-        """torchvision's ImageFolder, read through the cache. `workers` is the number of threads of preload()."""
+        """torchvision's ImageFolder, read through the cache.
+
+        `workers` is the number of threads of preload().
+        """
 
         def __init__(
             self,
@@ -86,12 +98,16 @@ def image_folder() -> type:
         def make_dataset(
             directory: Union[str, Path], class_to_idx: dict[str, int], *_args: object, **_kwargs: Any
         ) -> list[tuple[str, int]]:
-            """Return [(path, class number)] in torchvision's order. An empty class or an unreadable folder is an error."""
+            """Return [(path, class number)] in torchvision's order.
+
+            An empty class or an unreadable folder is an error.
+            """
             folder = os.fspath(directory)
             names_by_class = {label: files.images_below(folder, label) for label in sorted(class_to_idx)}
             if empty := [label for label, file_names in names_by_class.items() if not file_names]:
                 raise UserError(
-                    f"{one_line(folder)} has no image of {one_line(', '.join(empty))}: add some, or delete the folders"
+                    f"{one_line(folder)} has no image of {one_line(', '.join(empty))}: add some, or "
+                    "delete the folders"
                 )
             return [
                 (os.path.join(folder, name), class_to_idx[label])
@@ -110,9 +126,11 @@ def image_folder() -> type:
 
 
 class KSpeedCallable(KSpeedFolder):
-    """Gives (bytes, label) of a sample to DALI's fn.external_source(parallel=True, batch=False, num_outputs=2).
+    """Gives (bytes, label) of a sample to DALI's fn.external_source(parallel=True, batch=False,
+    num_outputs=2).
 
-    Every epoch has its own order of all files. Each shard takes an equal part of it; an incomplete last batch is left out.
+    Every epoch has its own order of all files. Each shard takes an equal part of it; an incomplete last batch
+    is left out.
     """
 
     def __init__(
@@ -137,15 +155,16 @@ class KSpeedCallable(KSpeedFolder):
         self.full_iters = shard_size // batch_size
         if self.full_iters == 0:
             raise UserError(
-                f"{root}: {len(self.files)} images make no batch of {batch_size} for each of {num_shards} shards: "
-                "give a smaller batch_size or fewer shards"
+                f"{root}: {len(self.files)} images make no batch of {batch_size} for each of {num_shards} "
+                "shards: give a smaller batch_size or fewer shards"
             )
         self.dataset: Any = None  # its getBIN reads the samples; load() sets it, in the process that reads
         self.perm = np.empty(0, np.int64)
         self.last_seen_epoch = None
 
     def load(self) -> Any:
-        """Set `dataset` to a KSpeedFolder of Alibaba's own package if that is installed, else to this object, and return it.
+        """Set `dataset` to a KSpeedFolder of Alibaba's own package if that is installed, else to this object,
+        and return it.
 
         A subclass may set it, as Alibaba's document does, or only return it.
         """

@@ -1,15 +1,19 @@
-"""A memcached client on pymemcache. It adds what pymemcache lacks, and replaces what costs it 1.3 times the CPU time or more.
+"""A memcached client on pymemcache.
+
+It adds what pymemcache lacks, and replaces what costs it 1.3 times the CPU time or more.
 
 Replaced or added are:
 
 - The hash that chooses a server, and the receiving of a value: together they make a get 2.5 times as fast.
 - A deadline for a whole operation and for the name lookup. pymemcache's timeouts begin anew with every call.
 - A client for each thread: a HashClient shared by threads raises exceptions if a server dies.
-- A connection that the server has closed, as after a restart, is opened again at once: pymemcache gives a miss.
-- The login of memcached -Y; checks of lengths; no retry of samples that are too large for a server; log lines about servers.
+- A connection that the server has closed, as after a restart, is opened again at once: pymemcache gives a
+miss.
+- The login of memcached -Y; checks of lengths; no retry of samples that are too large for a server; log lines
+about servers.
 
-`python -m tests.benchmarks.memcached` measures what they bring (tests/benchmarks/RESULTS.md). Only cache.py imports this
-module, and only inside a function, because pymemcache is an optional package.
+`python -m tests.benchmarks.memcached` measures what they bring (tests/benchmarks/RESULTS.md). Only cache.py
+imports this module, and only inside a function, because pymemcache is an optional package.
 """
 
 import functools
@@ -29,10 +33,15 @@ from datasets.kspeed.values import HEADER, LARGEST, NOT_STORED, STORED, TOO_LARG
 CRLF = b"\r\n"  # of a line, and of a value
 
 
-def connect(servers: Servers, values: Values, login: Optional[bytes], too_large: dict[Server, int]) -> "Fleet":
-    """Return one client for all servers. A key belongs to one server; after a failure it belongs to another for a while.
+def connect(
+    servers: Servers, values: Values, login: Optional[bytes], too_large: dict[Server, int]
+) -> "Fleet":
+    """Return one client for all servers.
 
-    `login`: what opens a connection; None: nothing does. `too_large`: the size from which a server has refused a value.
+    A key belongs to one server; after a failure it belongs to another for a while.
+
+    `login`: what opens a connection; None: nothing does. `too_large`: the size from which a server has
+    refused a value.
     """
     network = Network()
 
@@ -40,8 +49,9 @@ def connect(servers: Servers, values: Values, login: Optional[bytes], too_large:
         return ServerConnection(servers, values, login, too_large, *args, **kwargs)
 
     options: dict = {
-        "hasher": functools.partial(RendezvousHash, hash_function=_score), "socket_module": network, "retry_attempts": 0,
-        "dead_timeout": PAUSE_SECONDS, "ignore_exc": True, "default_noreply": False, "no_delay": True,
+        "hasher": functools.partial(RendezvousHash, hash_function=_score), "socket_module": network,
+        "retry_attempts": 0, "dead_timeout": PAUSE_SECONDS, "ignore_exc": True, "default_noreply": False,
+        "no_delay": True,
     }  # fmt: skip
     return Fleet(connection, network, servers.addresses, **options)
 
@@ -52,13 +62,22 @@ def _score(text: str, _seed: int) -> int:
 
 
 class ServerConnection(Client):
-    """The connection to one server. HashClient leaves a server alone after an OSError; other errors are misses."""
+    """The connection to one server.
+
+    HashClient leaves a server alone after an OSError; other errors are misses.
+    """
 
     sock: Any
     server: Any  # (host, port): pymemcache would also take the path of a socket
 
     def __init__(
-        self, servers: Servers, values: Values, login: Optional[bytes], too_large: dict[Server, int], *args: Any, **kwargs: Any
+        self,
+        servers: Servers,
+        values: Values,
+        login: Optional[bytes],
+        too_large: dict[Server, int],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.servers = servers
@@ -67,7 +86,10 @@ class ServerConnection(Client):
         self.too_large = too_large
 
     def get_many(self, keys: Sequence[str], seals: Mapping[str, bytes]) -> dict[str, Any]:
-        """Return {key: sample} of the samples that are there and undamaged. `seals`: {key: secret for its checksum}."""
+        """Return {key: sample} of the samples that are there and undamaged.
+
+        `seals`: {key: secret for its checksum}.
+        """
         self.socket_module.begin()  # the time for the whole operation
         answers = self._call(super().get_many, keys) or {}  # None after an error
         samples = {}
@@ -91,20 +113,26 @@ class ServerConnection(Client):
         return self._call(super().stats)
 
     def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
-        """Call a method of pymemcache and note its failure. Try again if the server had closed the connection."""
+        """Call a method of pymemcache and note its failure.
+
+        Try again if the server had closed the connection.
+        """
         was_open = self.sock is not None
         try:
             answer = function(*arguments)
         except Unfit:
             raise
         except OSError as error:
-            if was_open and isinstance(error, ConnectionError):  # the server was restarted, or closed an idle connection
+            # the server was restarted, or closed an idle connection
+            if was_open and isinstance(error, ConnectionError):
                 return self._call(function, *arguments)
             self.servers.note_outage(self.server, error)
             raise
         except MemcacheClientError as error:
             if "unauthenticated" in str(error):
-                self.servers.give_up(self.server, LOGIN, "wants a user and a password: the files are read instead")
+                self.servers.give_up(
+                    self.server, LOGIN, "wants a user and a password: the files are read instead"
+                )
             return self.servers.count_wrong_answer(self.server, error)
         except Exception as error:
             return self.servers.count_wrong_answer(self.server, error)
@@ -112,9 +140,11 @@ class ServerConnection(Client):
             self.servers.note_answer(self.server)
         return answer
 
-    def _extract_value(self, expect_cas: bool, line: bytes, buf: Any, remapped_keys: Any, prefixed_keys: object) -> Any:
-        """Return (key, (header, content), the bytes that follow). pymemcache's own method accepts any length and copies a
-        value in pieces of 4 KB. If more values are to come, the deadline begins anew."""
+    def _extract_value(
+        self, expect_cas: bool, line: bytes, buf: Any, remapped_keys: Any, prefixed_keys: object
+    ) -> Any:
+        """Return (key, (header, content), the bytes that follow). pymemcache's own method accepts any length
+        and copies a value in pieces of 4 KB. If more values are to come, the deadline begins anew."""
         _, name, _, size = line.split()
         if not HEADER.size <= int(size) <= HEADER.size + LARGEST:
             raise ValueError(f"{int(size)} bytes are no sample")
@@ -130,7 +160,8 @@ class ServerConnection(Client):
         last_part = parts.pop()
         if len(last_part) < len(CRLF):  # the two bytes of CRLF came separately
             last_part = parts.pop() + last_part
-        if not last_part.endswith(CRLF) or following[:1] not in (b"", b"V", b"E"):  # the line after it is VALUE or END
+        # the line after it is VALUE or END
+        if not last_part.endswith(CRLF) or following[:1] not in (b"", b"V", b"E"):
             raise ValueError("a value has no end")
         content = b"".join((*parts, memoryview(last_part)[: -len(CRLF)]))
         key = remapped_keys.pop(name)  # so a server that sends a value twice cannot prolong this
@@ -151,7 +182,8 @@ class ServerConnection(Client):
             return TOO_LARGE
 
     def _connect(self):
-        """Connect, and log in only if the server demands it: the login is sent as a value, which other servers would store."""
+        """Connect, and log in only if the server demands it: the login is sent as a value,
+        which other servers would store."""
         super()._connect()
         if not self.login:
             return
@@ -163,13 +195,17 @@ class ServerConnection(Client):
         try:
             super().set("login", self.login)
         except MemcacheClientError:
-            self.servers.give_up(self.server, LOGIN, "refuses the user or the password: the files are read instead")
+            self.servers.give_up(
+                self.server, LOGIN, "refuses the user or the password: the files are read instead"
+            )
 
 
 class Fleet(HashClient):
     """One thread's client for all servers. `network.deadline` and `network.begin()` bound each operation."""
 
-    def __init__(self, connection: Callable[..., ServerConnection], network: Network, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, connection: Callable[..., ServerConnection], network: Network, *args: Any, **kwargs: Any
+    ) -> None:
         self.client_class = connection  # also of a server that is asked again
         self.network = network
         super().__init__(*args, **kwargs)

@@ -7,7 +7,8 @@ from typing import Any, Callable
 
 
 class Network:
-    """Takes the place of the socket module in pymemcache, for one thread's connections, and gives each operation a deadline."""
+    """Takes the place of the socket module in pymemcache, for one thread's connections,
+    and gives each operation a deadline."""
 
     def __init__(self) -> None:
         self.deadline = 0.0  # seconds
@@ -35,8 +36,8 @@ class Network:
         return sock
 
     def getaddrinfo(self, host: str, port: int, *args: Any) -> Any:
-        """Look up a name in a thread, as getaddrinfo takes no timeout, and wait until the deadline, or half as long if an
-        earlier call has found an address. A late answer is kept for the next call."""
+        """Look up a name in a thread, as getaddrinfo takes no timeout, and wait until the deadline, or half
+        as long if an earlier call has found an address. A late answer is kept for the next call."""
 
         def resolve():
             try:
@@ -58,7 +59,8 @@ class Network:
 
 
 class _Socket(socket.socket):
-    """A socket whose calls share the deadline of one operation. pymemcache's own timeout begins anew with each call."""
+    """A socket whose calls share the deadline of one operation. pymemcache's own timeout begins anew with
+    each call."""
 
     network: Any = None
 

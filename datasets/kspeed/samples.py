@@ -1,4 +1,5 @@
-"""Photographs as samples of the shared cache: their keys, a Tree that reads through the cache, and filling it in advance."""
+"""Photographs as samples of the shared cache: their keys, a Tree that reads through the cache,
+and filling it in advance."""
 
 import contextlib
 import dataclasses
@@ -22,9 +23,14 @@ UNREADABLE = "unreadable"
 
 
 def open_cache(
-    iplist: Addresses = None, user: Optional[str] = None, password: Optional[str] = None, deadline: float = 0.05
+    iplist: Addresses = None,
+    user: Optional[str] = None,
+    password: Optional[str] = None,
+    deadline: float = 0.05,
 ) -> SampleCache:
-    """Return the cache on these servers; UserError if the user has no password. `deadline`: seconds for one get or set.
+    """Return the cache on these servers; UserError if the user has no password.
+
+    `deadline`: seconds for one get or set.
 
     KSPEED_IPLIST and, for a user, KSPEED_PASSWORD stand in for missing arguments."""
     if user and not password:
@@ -45,11 +51,12 @@ def vendor_folder_class() -> Optional[type]:
     return KSpeedFolder
 
 
-# --- One sample --------------------------------------------------------------------------------------------------------
+# --- One sample ---------------------------------------------------------------------------------------------
 
 
 def sample_key(root: str, path: str, info: os.stat_result) -> str:
-    """Return a file's key: the last two names in `root` (train and val may have equal files), path from there, size, time."""
+    """Return a file's key: the last two names in `root` (train and val may have equal files),
+    path from there, size, time."""
     name = path[len(root) + 1 :] if path.startswith(root + os.sep) else os.path.relpath(path, root)
     return f"{_last_two_names(root)}\0{name}\0{info.st_size}\0{info.st_mtime_ns}"
 
@@ -60,7 +67,8 @@ def _last_two_names(root: str) -> str:
 
 
 def read_through(cache: SampleCache, root: str, path: str, is_known_miss: bool = False) -> bytes:
-    """Return a file's bytes: the cache's unless `is_known_miss`, else the file's, which are then cached if it is unchanged."""
+    """Return a file's bytes: the cache's unless `is_known_miss`, else the file's,
+    which are then cached if it is unchanged."""
     info = os.stat(path)
     key = sample_key(root, path, info)
     content = None if is_known_miss else _if_complete(cache.get(key), info)
@@ -77,15 +85,18 @@ def _if_complete(content: Optional[bytes], info: os.stat_result) -> Optional[byt
 
 
 def _is_unchanged(path: str, info: os.stat_result, content: bytes) -> bool:
-    """Return whether `content` is whole and the file's size and time are still those of `info`, taken before it was read."""
+    """Return whether `content` is whole and the file's size and time are still those of `info`,
+    taken before it was read."""
     try:
         current_info = os.stat(path)
     except OSError:
         return False
-    return len(content) == info.st_size == current_info.st_size and info.st_mtime_ns == current_info.st_mtime_ns
+    return (
+        len(content) == info.st_size == current_info.st_size and info.st_mtime_ns == current_info.st_mtime_ns
+    )
 
 
-# --- The samples of a job ----------------------------------------------------------------------------------------------
+# --- The samples of a job -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -99,7 +110,8 @@ class CachedTree(tree.Tree):
     prefetched: dict[int, Optional[bytes]] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def prefetch(self, numbers: Iterable[int]) -> None:
-        """Ask the cache for these samples together, which costs less than one by one. read() then returns those found."""
+        """Ask the cache for these samples together, which costs less than one by one. read() then returns
+        those found."""
         entries = {}
         for number in numbers:
             with contextlib.suppress(OSError):  # read() will raise it
@@ -107,13 +119,19 @@ class CachedTree(tree.Tree):
                 info = os.stat(path)
                 entries[number] = sample_key(self.folder, path, info), info
         contents = self.cache.get_many(key for key, _ in entries.values())
-        self.prefetched = {number: _if_complete(contents[key], info) for number, (key, info) in entries.items()}
+        self.prefetched = {
+            number: _if_complete(contents[key], info) for number, (key, info) in entries.items()
+        }
 
     def read(self, number: int) -> bytes:
         """Return a photograph's bytes: those of prefetch() if it got them, else the cache's or the file's."""
         was_prefetched = number in self.prefetched
         content = self.prefetched.pop(number, None)
-        return read_through(self.cache, self.folder, self.path(number), was_prefetched) if content is None else content
+        return (
+            read_through(self.cache, self.folder, self.path(number), was_prefetched)
+            if content is None
+            else content
+        )
 
 
 @dataclasses.dataclass
@@ -132,14 +150,18 @@ class VendorsTree(tree.Tree):
 
 @functools.lru_cache(maxsize=8)
 def _vendor_client(_process: int, client: Callable[..., Any], root: str, login: Any) -> Any:
-    """Return this process's client of Alibaba's service. A forked worker makes its own, because `_process` (an id) differs."""
+    """Return this process's client of Alibaba's service.
+
+    A forked worker makes its own, because `_process` (an id) differs.
+    """
     return client(root, None, THREADS, *login)
 
 
 def through_cache(
     photos: tree.Tree, iplist: Optional[str] = None, user: Optional[str] = None
 ) -> Union[CachedTree, VendorsTree]:
-    """Return a copy of the tree that reads through Alibaba's service if its package is installed, else through memcached."""
+    """Return a copy of the tree that reads through Alibaba's service if its package is installed,
+    else through memcached."""
     client = vendor_folder_class()
     fields = {field.name: getattr(photos, field.name) for field in dataclasses.fields(tree.Tree)}
     if client is None:
@@ -147,13 +169,14 @@ def through_cache(
     return VendorsTree(**fields, client=client, login=(iplist, user, os.environ.get("KSPEED_PASSWORD")))
 
 
-# --- Filling the cache -------------------------------------------------------------------------------------------------
+# --- Filling the cache --------------------------------------------------------------------------------------
 
 
 def for_each(
     root: str, paths: Sequence[str], threads: int, function: Callable[[str, str, os.stat_result], Any]
 ) -> Iterator[tuple[Any, int]]:
-    """Yield (function(key, path, stat), file size) of each file in order, called in threads; (UNREADABLE, 0) on an OSError."""
+    """Yield (function(key, path, stat), file size) of each file in order, called in threads;
+    (UNREADABLE, 0) on an OSError."""
 
     def visit(path: str) -> Any:
         try:
@@ -168,7 +191,10 @@ def for_each(
 
 
 def put(cache: SampleCache, key: str, path: str, info: os.stat_result, verify: bool = False) -> str:
-    """Store a file unless it is cached; return CACHED or the outcome of set(). `verify`: fetch a cached sample to check it."""
+    """Store a file unless it is cached; return CACHED or the outcome of set().
+
+    `verify`: fetch a cached sample to check it.
+    """
     if verify and len(cache.get(key) or b"") == info.st_size:
         return CACHED
     if not verify and cache.has(key):

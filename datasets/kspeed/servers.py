@@ -27,7 +27,10 @@ class Unfit(OSError):
 
 
 class Servers:
-    """The servers and their failures. What was reported is in memory that forks share, so each outage is reported once."""
+    """The servers and their failures.
+
+    What was reported is in memory that forks share, so each outage is reported once.
+    """
 
     def __init__(self, servers: list[Server]) -> None:
         self.addresses = servers
@@ -51,7 +54,10 @@ class Servers:
         return [server for server in self.addresses if server in self._failing]
 
     def note_answer(self, server: Server) -> None:
-        """Note that a server answered on a new connection. If its outage was reported, here or by a fork, print its end."""
+        """Note that a server answered on a new connection.
+
+        If its outage was reported, here or by a fork, print its end.
+        """
         self._failing.discard(server)
         index = self.addresses.index(server)
         with self._lock:
@@ -64,25 +70,36 @@ class Servers:
         """Note that a server does not answer, and warn once for each outage."""
         self._failing.add(server)
         message = (
-            f"does not answer ({one_line(error)[:100]}): the files are read instead, and it is asked again in {PAUSE_SECONDS} s"
+            f"does not answer ({one_line(error)[:100]}): the files are read instead, and it is asked again "
+            f"in {PAUSE_SECONDS} s"
         )
         self._warn_once(server, DOWN, message)
 
     def count_wrong_answer(self, server: Server, error: Union[Exception, str]) -> None:
-        """Count a server's wrong answer. Raise Unfit after every MAX_WRONG_ANSWERS, so that it is avoided for a while."""
+        """Count a server's wrong answer.
+
+        Raise Unfit after every MAX_WRONG_ANSWERS, so that it is avoided for a while.
+        """
         self._wrong_answers[server] += 1
         if self._wrong_answers[server] % MAX_WRONG_ANSWERS == 0:
-            self.give_up(server, WRONG, f"gives wrong answers ({one_line(error)[:100]}): the files are read instead")
+            self.give_up(
+                server, WRONG, f"gives wrong answers ({one_line(error)[:100]}): the files are read instead"
+            )
 
     def give_up(self, server: Server, kind: int, message: str) -> NoReturn:
-        """Warn once for each `kind` of failure. Raise Unfit: pymemcache then avoids the server for PAUSE_SECONDS."""
+        """Warn once for each `kind` of failure.
+
+        Raise Unfit: pymemcache then avoids the server for PAUSE_SECONDS.
+        """
         self._failing.add(server)
         self._warn_once(server, kind, message)
         raise Unfit(message)
 
     def warn_of_no_password(self, server: Server) -> None:
         """Warn once that the server accepts everybody."""
-        self._warn_once(server, OPEN, "asks for no password: anybody who can reach it can read and delete what it holds")
+        self._warn_once(
+            server, OPEN, "asks for no password: anybody who can reach it can read and delete what it holds"
+        )
 
     def _warn_once(self, server: Server, kind: int, message: str) -> None:
         index = self.addresses.index(server)
@@ -94,7 +111,10 @@ class Servers:
 
 
 def addresses(iplist: Addresses) -> list[Server]:
-    """Return [(host, port)] without duplicates, with memcached's port by default. UserError for a bad or missing address."""
+    """Return [(host, port)] without duplicates, with memcached's port by default.
+
+    UserError for a bad or missing address.
+    """
     entries = iplist.split(",") if isinstance(iplist, str) else iplist or []
     servers = []
     for entry in filter(None, (entry.strip() for entry in entries)):
@@ -103,11 +123,20 @@ def addresses(iplist: Addresses) -> list[Server]:
             host = entry
             port = str(PORT)
         host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-        if not host or any(character.isspace() for character in host) or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise UserError(f"{one_line(entry)!r} is no cache server: give host:port, several with commas between them")
+        if (
+            not host
+            or any(character.isspace() for character in host)
+            or not port.isdecimal()
+            or not 0 < int(port) < 65536
+        ):
+            raise UserError(
+                f"{one_line(entry)!r} is no cache server: give host:port, several with commas between them"
+            )
         servers.append((host, int(port)))
     if not servers:
-        raise UserError("no cache server is given: give host:port, several with commas between them, or set KSPEED_IPLIST")
+        raise UserError(
+            "no cache server is given: give host:port, several with commas between them, or set KSPEED_IPLIST"
+        )
     return list(dict.fromkeys(servers))
 
 

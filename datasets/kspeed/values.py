@@ -1,4 +1,5 @@
-"""What a cache stores: a sample behind a header with its length and checksum, under a name that is a hash of its key."""
+"""What a cache stores: a sample behind a header with its length and checksum,
+under a name that is a hash of its key."""
 
 import hashlib
 import hmac
@@ -26,9 +27,14 @@ class Values:
         self._secret = hashlib.sha256(password.encode()).digest() if password else b""
 
     def hashed(self, key: Key) -> tuple[str, bytes]:
-        """Return (the key's name on the server, secret for its checksum). The name is a hash, so it contains no command."""
+        """Return (the key's name on the server, secret for its checksum).
+
+        The name is a hash, so it contains no command.
+        """
         key = key if isinstance(key, bytes) else key.encode("utf-8", "surrogateescape")
-        digest = hashlib.blake2b(key, digest_size=HASHED_KEY + 32, key=self._secret, person=b"anyrank sample").digest()
+        digest = hashlib.blake2b(
+            key, digest_size=HASHED_KEY + 32, key=self._secret, person=b"anyrank sample"
+        ).digest()
         return digest[:HASHED_KEY].hex(), digest[HASHED_KEY:]
 
     def header(self, seal: bytes, content: bytes) -> bytes:

@@ -1,7 +1,8 @@
-"""Find the packs of a job, and read one from a bucket while it arrives: a reader looks at one byte before it reads a sample.
+"""Find the packs of a job, and read one from a bucket while it arrives:
+a reader looks at one byte before it reads a sample.
 
-begin() starts the process that fetches (process.py). Order, crops and labels come from the index and the sampler alone, so a
-pack that arrives delays a step and changes none.
+begin() starts the process that fetches (process.py). Order, crops and labels come from the index and the
+sampler alone, so a pack that arrives delays a step and changes none.
 """
 
 import argparse
@@ -58,7 +59,10 @@ class NoSharedMemory(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A reader's side of a pack that arrives: it asks for samples, and waits for them. Each process can have a copy."""
+    """A reader's side of a pack that arrives: it asks for samples, and waits for them.
+
+    Each process can have a copy.
+    """
 
     url: str
     folder: str
@@ -80,10 +84,12 @@ class Arrival:
         yield from pending
 
     def request(self, numbers: np.ndarray) -> None:
-        """Ask for samples that will be read soon, unless they are in their shard, waited for, or were asked for lately."""
+        """Ask for samples that will be read soon, unless they are in their shard, waited for,
+        or were asked for lately."""
         state = _mapped(self.path, self.samples)
         asked_at = state.requested_at[numbers]
-        renew_before = time.monotonic_ns() - UNREAD_SECONDS // 2 * 10**9  # what was wanted UNREAD_SECONDS ago no longer is
+        # what was wanted UNREAD_SECONDS ago no longer is
+        renew_before = time.monotonic_ns() - UNREAD_SECONDS // 2 * 10**9
         is_due = (asked_at == 0) | ((asked_at != WAITING) & (asked_at < renew_before))
         missing = numbers[is_due & (state.place[numbers] != IN_ITS_SHARD)]
         if len(missing):
@@ -91,7 +97,9 @@ class Arrival:
             state.ring()
 
     def wait(self, number: int) -> Optional[bytes]:
-        """Wait until a sample is there. Return its bytes if it passes through, None if it can be read from its shard.
+        """Wait until a sample is there.
+
+        Return its bytes if it passes through, None if it can be read from its shard.
 
         UserError or TrainingFailed if it cannot come.
         """
@@ -117,7 +125,10 @@ class Arrival:
             time.sleep(FIRST_PAUSE)
 
     def _wait_for_place(self, number: int, state: State) -> None:
-        """Wait until the sample has a place. A wait that a user could notice is reported as one for the store."""
+        """Wait until the sample has a place.
+
+        A wait that a user could notice is reported as one for the store.
+        """
         state.requested_at[number] = WAITING
         state.ring()
         store = heartbeat.of_this_process().store
@@ -136,7 +147,8 @@ class Arrival:
                 if now - last_check > FETCHER_CHECK_SECONDS:
                     last_check = now
                     fetcher.require_alive()
-                    state.requested_at[number] = WAITING  # another rank, which has begun anew, may have deleted the mark
+                    # another rank, which has begun anew, may have deleted the mark
+                    state.requested_at[number] = WAITING
                     state.ring()
         finally:
             store.report_end(self.url)
@@ -159,8 +171,8 @@ class _FetcherWatch:
     def note_pause(self) -> None:
         """Call after each pause: count the fetcher's silence anew if this process was stopped meanwhile.
 
-        It was if more than GAP_SECONDS have passed since the last call or require_alive(). Perhaps the fetcher was
-        stopped, too.
+        It was if more than GAP_SECONDS have passed since the last call or require_alive(). Perhaps the
+        fetcher was stopped, too.
         """
         now = time.monotonic()
         if now - self._last_call > GAP_SECONDS:
@@ -168,9 +180,11 @@ class _FetcherWatch:
         self._last_call = now
 
     def require_alive(self) -> None:
-        """Raise an error if this loader's rank has ended, the fetcher has failed, or it has been silent for too long.
+        """Raise an error if this loader's rank has ended, the fetcher has failed,
+        or it has been silent for too long.
 
-        The fetcher's error is raised at the second look in a row, as the fetcher of another job may be about to take over.
+        The fetcher's error is raised at the second look in a row, as the fetcher of another job may be about
+        to take over.
         """
         rank_process = multiprocessing.parent_process()
         if rank_process and not rank_process.is_alive():
@@ -183,8 +197,12 @@ class _FetcherWatch:
         has_begun = self._state.pulse > self._arrival.since
         silent_seconds = time.monotonic() - max(self._state.pulse, self._watching_since)
         if silent_seconds > (LOST_SECONDS if has_begun else START_SECONDS):
-            reason = "has ended" if nobody_fetches else f"has shown no sign of life for {silent_seconds:.0f} s"
-            raise TrainingFailed(f"the process that fetches {one_line(self._arrival.url)} {reason}: start again to go on")
+            reason = (
+                "has ended" if nobody_fetches else f"has shown no sign of life for {silent_seconds:.0f} s"
+            )
+            raise TrainingFailed(
+                f"the process that fetches {one_line(self._arrival.url)} {reason}: start again to go on"
+            )
         self._last_call = time.monotonic()  # a look at the lease may take long on a slow disk
 
 
@@ -200,7 +218,8 @@ def find(args: argparse.Namespace) -> list[packed.Packed]:
     inputs = args.input_dir
     is_remote = args.data_backend == "packed-remote"
     if is_bucket(url) and (is_remote or not args.fetch_first):
-        starts_fetcher = args.world.local_rank == 0 or bool(args.min_nodes)  # of an elastic job any rank may be lost
+        # of an elastic job any rank may be lost
+        starts_fetcher = args.world.local_rank == 0 or bool(args.min_nodes)
         split_names: Sequence[str] = splits.SPLITS
         if args.evaluate and not packed.has_index(url, "train", inputs):
             split_names = ("val",)
@@ -208,7 +227,9 @@ def find(args: argparse.Namespace) -> list[packed.Packed]:
             return begin(url, split_names, inputs, starts_fetcher, keeps_shards=not is_remote)
         except NoSharedMemory as error:
             if is_remote:
-                raise UserError(f"{error}, which --data_backend packed-remote needs: give --data_backend packed") from None
+                raise UserError(
+                    f"{error}, which --data_backend packed-remote needs: give --data_backend packed"
+                ) from None
             progress.warn(f"{error}: the whole pack is fetched first")
     if is_bucket(url):
         shards.drop_unfinished(local_folder(url, inputs))
@@ -226,7 +247,8 @@ def begin(
 ) -> list[packed.Packed]:
     """Return these splits of a pack, whose samples arrive while they are read.
 
-    `starts_fetcher`: start a process that fetches them; `keeps_shards`: keep them, as far as the disk has room.
+    `starts_fetcher`: start a process that fetches them; `keeps_shards`: keep them, as far as the disk has
+    room.
     """
     folder = local_folder(url, inputs if keeps_shards else os.path.join(inputs, "passing"))
     since = time.monotonic()
@@ -290,12 +312,16 @@ class _SpeedColumns:
 
     def row(self, row: dict[str, Any]) -> None:
         arrived = self._state.arrived.copy()
-        has_new_fetcher = bool((arrived < self._previous).any())  # and counts from 0: what it had on the disk is not new
+        # and counts from 0: what it had on the disk is not new
+        has_new_fetcher = bool((arrived < self._previous).any())
         added = np.zeros_like(arrived) if has_new_fetcher else arrived - self._previous
         row.update((name, round(size / MIB, 3)) for name, size in zip(ARRIVED_COLUMNS, added.tolist()))
         self._previous = arrived
 
 
 def _without_pulse() -> dict[str, str]:
-    """Return the environment without the names of this rank's files, so that the fetcher's waits are not taken for its own."""
-    return {name: value for name, value in os.environ.items() if name not in (heartbeat.FILES, heartbeat.PARENT)}
+    """Return the environment without the names of this rank's files,
+    so that the fetcher's waits are not taken for its own."""
+    return {
+        name: value for name, value in os.environ.items() if name not in (heartbeat.FILES, heartbeat.PARENT)
+    }

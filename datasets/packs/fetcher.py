@@ -58,7 +58,9 @@ class Fetcher:
     The FetchPlan says what comes next.
     """
 
-    def __init__(self, url: str, folder: str, indexes: list[str], path: str, state: State, life: SignsOfLife) -> None:
+    def __init__(
+        self, url: str, folder: str, indexes: list[str], path: str, state: State, life: SignsOfLife
+    ) -> None:
         """List the bucket; UserError if it is not what the indexes say.
 
         `folder`: for the shards; `indexes`: local paths of the pack's indexes; `path`: of the State's file.
@@ -81,7 +83,9 @@ class Fetcher:
         for shard, samples in zip(content.shards, content.samples.in_shards(len(content.shards))):
             name = shard["name"]
             growing_file = growing_path(folder, name, shard["sha256"])
-            self.shards.append(ShardFile(name, shard["size"], shard["sha256"], objects[name], samples, growing_file))
+            self.shards.append(
+                ShardFile(name, shard["size"], shard["sha256"], objects[name], samples, growing_file)
+            )
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._in_flight = [0, 0]  # units, by their turn
         self._progress = _Progress(url, self.shards, state)
@@ -101,18 +105,22 @@ class Fetcher:
         try:
             content = Content.of(index for _, index in self._indexes.values())
         except BadIndex as error:
-            raise UserError(f"{one_line(self._url)}: in its indexes {error}: publish the pack again") from None
+            raise UserError(
+                f"{one_line(self._url)}: in its indexes {error}: publish the pack again"
+            ) from None
         for shard in content.shards:
             name = shard["name"]
             if name not in objects or objects[name].size != shard["size"]:
-                raise UserError(f"{one_line(self._url)}/{name} is not what its index names: publish the pack again")
+                raise UserError(
+                    f"{one_line(self._url)}/{name} is not what its index names: publish the pack again"
+                )
         return content
 
     def run(self, should_continue: Callable[[], bool], keeps_shards: bool = True) -> bool:
         """Delete files that are wrong or of another version; fetch what is missing while should_continue().
 
-        Return whether all shards are whole; then the indexes are beside them. `keeps_shards`: keep those for which
-        the disk has room; else the samples of all that are missing pass through.
+        Return whether all shards are whole; then the indexes are beside them. `keeps_shards`: keep those for
+        which the disk has room; else the samples of all that are missing pass through.
         """
         with ThreadPoolExecutor(HASHED_FILES) as pool:
             for shard, is_whole in zip(self.shards, pool.map(self._files.verify_or_delete, self.shards)):
@@ -166,7 +174,8 @@ class Fetcher:
         requests: ThreadPoolExecutor,
         finisher: ThreadPoolExecutor,
     ) -> None:
-        """Have threads fetch what is wanted and, with a few of them, the rest in order, until all of `missing` are finished."""
+        """Have threads fetch what is wanted and, with a few of them, the rest in order,
+        until all of `missing` are finished."""
         unfinished = set(missing)
         last_bell = None  # that was heard last: what is wanted is looked at after each new one
         while unfinished and should_continue():
@@ -199,7 +208,8 @@ class Fetcher:
                 self._life.note_progress()  # nobody wants anything
 
     def _units_in_turn(self, ahead_count: int) -> list[slice]:
-        """Return the next units in the order of the shards, after `ahead_count` wanted ones, up to REQUESTS."""
+        """Return the next units in the order of the shards, after `ahead_count` wanted ones,
+        up to REQUESTS."""
         units: list[slice] = []
         if self._in_flight[AHEAD] >= REQUESTS:
             return units
@@ -230,7 +240,10 @@ class Fetcher:
                 yield self._events.get_nowait()
 
     def _count(self, event: Arrived) -> bool:
-        """Count a unit that has come. Return whether its shard is complete; one that passes through never is."""
+        """Count a unit that has come.
+
+        Return whether its shard is complete; one that passes through never is.
+        """
         shard = event.shard
         unit = event.unit
         self._in_flight[event.turn] -= 1
@@ -255,7 +268,13 @@ class Fetcher:
         if is_right:
             self._files.record(shard)
         else:
-            print(f"warning: {one_line(self._url)}/{shard.name} is not what its index says, between its samples", flush=True)
+            print(
+                (
+                    f"warning: {one_line(self._url)}/{shard.name} is not what its index says, between its "
+                    "samples"
+                ),
+                flush=True,
+            )
         return Finished(shard, needs_refetch=False)
 
 

@@ -1,10 +1,11 @@
 """Photographs in uncompressed tar shards of a folder or bucket: each is read by its place in a shard.
 
-    FOLDER/train-000000.tar ...   KEY.jpg and KEY.cls of each sample, as WebDataset names them, in a shuffled order
-    FOLDER/train-index.npz        where each sample is, its label, size and checksum, in the order of the tree
+    FOLDER/train-000000.tar ...  KEY.jpg and KEY.cls of each sample, as WebDataset names them, shuffled
+    FOLDER/train-index.npz       where each sample is, its label, size and checksum, in the order of the tree
 
-`python -m launch pack` makes the shards. Numbers, labels and sizes are those of the packed tree, so a run may change from tree
-to pack or back and see the same batches. If the pack has smaller pictures or pixels, the run sees the same parts of them.
+`python -m launch pack` makes the shards. Numbers, labels and sizes are those of the packed tree, so a run may
+change from tree to pack or back and see the same batches. If the pack has smaller pictures or pixels, the run
+sees the same parts of them.
 """
 
 import contextlib
@@ -31,14 +32,16 @@ from common.storage import bucket, index, once
 from datasets.crc import crc32
 from datasets.photos import decode, tiles, tree
 
-# {form: format of its index}. A reader of format 1 must refuse 2: it would take a smaller picture for the original.
+# {form: format of its index}. A reader of format 1 must refuse 2: it would take a smaller picture for the
+# original.
 FORMATS = {"original": 1, "tiled": 1, "320": 2, "256": 2, "raw": 2}
 OPEN_SHARDS = 256  # files that a process keeps open; the usual limit is 1,024
 PER_SAMPLE = {
     "labels": np.int64, "widths": np.int32, "heights": np.int32, "special": np.bool_,
     "shard": np.int32, "offset": np.int64, "length": np.int64, "checksum": np.uint32,
 }  # fmt: skip
-STORED = {"stored_widths": np.int32, "stored_heights": np.int32}  # in format 2; in format 1 they equal widths and heights
+# in format 2; in format 1 they equal widths and heights
+STORED = {"stored_widths": np.int32, "stored_heights": np.int32}
 
 
 class Arriving(Protocol):
@@ -113,12 +116,16 @@ class Packed(tree.Tree):
         """Return the bytes of a sample; OSError if they do not match its checksum."""
         content = self._reader_of(number)(int(self.offset[number]), int(self.length[number]))
         if crc32(content) != self.checksum[number]:
-            raise OSError(f"{one_line(self.path(number))} is damaged: its bytes are not those that were packed")
+            raise OSError(
+                f"{one_line(self.path(number))} is damaged: its bytes are not those that were packed"
+            )
         return content
 
     def content(self, number: int) -> decode.Content:
-        """Return what the picture is decoded from. Of raw pixels only the rows that are needed are read, unchecked, as to check
-        all would take two thirds longer. Of tiles, only the rows that are needed are checked."""
+        """Return what the picture is decoded from.
+
+        Of raw pixels only the rows that are needed are read, unchecked, as to check all would take two thirds
+        longer. Of tiles, only the rows that are needed are checked."""
         if self.form == "tiled":
             content = self._reader_of(number)(int(self.offset[number]), int(self.length[number]))
             return decode.Tiled(content) if tiles.is_tiled(content) else self.read(number)
@@ -130,12 +137,14 @@ class Packed(tree.Tree):
         return decode.Pixels(height, width, lambda at, length: read(begin + at, length))
 
     def find_damage(self, shard_number: int) -> Optional[str]:
-        """Return a text that names the shard and up to five of its damaged samples; None if nothing in it is damaged."""
+        """Return a text that names the shard and up to five of its damaged samples;
+        None if nothing in it is damaged."""
         shard = self.shards[shard_number]
         path = os.path.join(self.folder, shard["name"])
         digest = hashlib.sha256()
         damaged = []
-        with contextlib.suppress(OSError), open(path, "rb") as file:  # a file that cannot be read has another digest
+        # a file that cannot be read has another digest
+        with contextlib.suppress(OSError), open(path, "rb") as file:
             while content := file.read(1 << 20):
                 digest.update(content)
         for sample in np.flatnonzero(self.shard == shard_number).tolist():
@@ -171,17 +180,22 @@ def local_index(source: str, split: str, inputs: str) -> str:
     if not path or not os.path.isfile(path):
         display_name = one_line(source)
         raise UserError(
-            f"{display_name} has no finished pack of {split}: python -m launch pack ROOT {display_name} makes it, or "
-            "completes it"
+            f"{display_name} has no finished pack of {split}: python -m launch pack ROOT {display_name} "
+            "makes it, or completes it"
         )
     return path
 
 
 def verify_once(pack: Packed) -> None:
-    """Raise a UserError if a shard of raw pixels differs from its SHA-256. Shards are read once per node and after a change."""
+    """Raise a UserError if a shard of raw pixels differs from its SHA-256.
+
+    Shards are read once per node and after a change.
+    """
     if pack.form != "raw":
         return
-    note_path = os.path.join(index.make_records_folder(pack.folder), f"{pack.shards[0]['name']}.verified.json")
+    note_path = os.path.join(
+        index.make_records_folder(pack.folder), f"{pack.shards[0]['name']}.verified.json"
+    )
 
     def verify_unless_noted(lease: once.Lease) -> None:
         identities = _identities(pack)  # before they are read, so that a later change is seen
@@ -198,17 +212,22 @@ def _compare_digests(pack: Packed, lease: once.Lease) -> None:
     """Read all shards; UserError for one whose SHA-256 is not that of the index. `lease`: shows progress."""
     size = sum(shard["size"] for shard in pack.shards)
     paths = [os.path.join(pack.folder, shard["name"]) for shard in pack.shards]
-    with ThreadPoolExecutor(8) as pool, Progress("verifying shards", len(paths), "shards", size, lease.tell) as progress:
+    with (
+        ThreadPoolExecutor(8) as pool,
+        Progress("verifying shards", len(paths), "shards", size, lease.tell) as progress,
+    ):
         for shard, path, digest in zip(pack.shards, paths, pool.map(sha256, paths)):
             if digest != shard["sha256"]:
                 raise UserError(
-                    f"{one_line(path)} has the size that its index says and another SHA-256: publish the pack again"
+                    f"{one_line(path)} has the size that its index says and another SHA-256: publish "
+                    "the pack again"
                 )
             progress.add(1, shard["size"])
 
 
 def _identities(pack: Packed) -> dict[str, list]:
-    """Return, for each shard, its SHA-256 in the index and its file's size and time, by which a later call sees a change."""
+    """Return, for each shard, its SHA-256 in the index and its file's size and time,
+    by which a later call sees a change."""
     identities = {}
     for shard in pack.shards:
         status = os.stat(os.path.join(pack.folder, shard["name"]))
@@ -224,12 +243,14 @@ def refuse_folders(pack: Packed) -> None:
             raise UserError(f"{one_line(path)} is a folder, and a shard belongs there: move it away")
 
 
-# --- The bytes of a sample ---------------------------------------------------------------------------------------------
+# --- The bytes of a sample ----------------------------------------------------------------------------------
 
 
 def _read_part(path: str, begin: int, length: int, growing_path: Optional[str] = None) -> bytes:
-    """Read a part of a shard with pread, which does not move the file position that threads and forked workers share."""
-    shard = _open_shard(path, growing_path)  # this reference keeps the file open if the cache drops it meanwhile
+    """Read a part of a shard with pread, which does not move the file position that threads and forked
+    workers share."""
+    # this reference keeps the file open if the cache drops it meanwhile
+    shard = _open_shard(path, growing_path)
     try:
         return os.pread(shard.fileno(), length, begin)
     except OSError as error:
@@ -239,10 +260,12 @@ def _read_part(path: str, begin: int, length: int, growing_path: Optional[str] =
 
 @functools.lru_cache(OPEN_SHARDS)
 def _open_shard(path: str, growing_path: Optional[str]) -> io.FileIO:
-    """Open a shard's file or, until that is whole, the one from which it grows; a rename does not concern open files."""
+    """Open a shard's file or, until that is whole, the one from which it grows;
+    a rename does not concern open files."""
     if growing_path is None:
         return open(path, "rb", buffering=0)
-    for candidate in (path, growing_path, path):  # the last time, for one that was renamed between the first two
+    # the last time, for one that was renamed between the first two
+    for candidate in (path, growing_path, path):
         with contextlib.suppress(FileNotFoundError):
             return open(candidate, "rb", buffering=0)
     raise TrainingFailed(f"{one_line(path)} is gone: start again to go on")
@@ -253,7 +276,7 @@ def close_shards() -> None:
     _open_shard.cache_clear()
 
 
-# --- The index ---------------------------------------------------------------------------------------------------------
+# --- The index ----------------------------------------------------------------------------------------------
 
 
 def index_path(folder: str, split: str) -> str:
@@ -283,11 +306,13 @@ def _dtypes(form: str) -> dict[str, type]:
     return PER_SAMPLE if FORMATS[form] == 1 else {**PER_SAMPLE, **STORED}
 
 
-def write_index(folder: str, split: str, source: tree.Tree, metadata: dict[str, Any], arrays: dict[str, Any]) -> None:
+def write_index(
+    folder: str, split: str, source: tree.Tree, metadata: dict[str, Any], arrays: dict[str, Any]
+) -> None:
     """Write a split's index.
 
-    `metadata`: its "shards", "identity" and "form"; `arrays`: of each sample, in place of those of `source` or
-    beside them.
+    `metadata`: its "shards", "identity" and "form"; `arrays`: of each sample, in place of those of `source`
+    or beside them.
     """
     full_metadata = {**metadata, "format": FORMATS[metadata["form"]], "split": split}
     full_metadata.update(classes=source.classes, left_out=source.left_out)
@@ -304,7 +329,8 @@ def write_index(folder: str, split: str, source: tree.Tree, metadata: dict[str, 
 
 
 def read_index(path: str, folder: str, split: str) -> Packed:
-    """Return the samples that the index at `path` lists, in the shards of `folder`; UserError if it is damaged or unknown."""
+    """Return the samples that the index at `path` lists, in the shards of `folder`;
+    UserError if it is damaged or unknown."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
@@ -320,7 +346,8 @@ def read_index(path: str, folder: str, split: str) -> Packed:
     except Exception as error:  # a damaged file can fail in any way
         reason = f"it lacks {error}" if isinstance(error, KeyError) else one_line(error)[:200]
         raise UserError(
-            f"{one_line(path)} is damaged ({reason}): fetch it again, or have python -m launch pack ROOT OUT make it again"
+            f"{one_line(path)} is damaged ({reason}): fetch it again, or have python -m launch pack "
+            "ROOT OUT make it again"
         ) from None
     return Packed(folder, names=names, **fields, **arrays, number=np.arange(len(names)), arrival=None)
 

@@ -1,4 +1,5 @@
-"""What the disk has no room for: samples whose shards are not kept, each a file of its own until it was read."""
+"""What the disk has no room for: samples whose shards are not kept,
+each a file of its own until it was read."""
 
 import collections
 import contextlib
@@ -22,8 +23,8 @@ DROP_SECONDS = 0.05  # between two looks at what was read
 class Passing:
     """Owns the files of samples that pass through, and says in the State whether each is there.
 
-    While they have more than `most_bytes`, only samples for which a reader waits are asked for, and drop() deletes old ones.
-    write() is for any thread, the rest for the fetcher's own.
+    While they have more than `most_bytes`, only samples for which a reader waits are asked for, and drop()
+    deletes old ones. write() is for any thread, the rest for the fetcher's own.
     """
 
     def __init__(self, path: str, state: State) -> None:
@@ -37,7 +38,8 @@ class Passing:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def write(self, number: int, content: Union[bytes, memoryview]) -> None:
-        """Write a sample to a file of its own, and say that it is there. count() follows, in the fetcher's own thread."""
+        """Write a sample to a file of its own, and say that it is there. count() follows,
+        in the fetcher's own thread."""
         os.makedirs(self._folder, exist_ok=True)
         path = self._path(number)
         with create(f"{path}.new") as file:
@@ -55,7 +57,8 @@ class Passing:
         return self._bytes <= self.most_bytes
 
     def drop(self) -> list[int]:
-        """While the files have too many bytes, delete the oldest ones that nobody wants, and return their numbers.
+        """While the files have too many bytes, delete the oldest ones that nobody wants,
+        and return their numbers.
 
         A sample that was wanted too long ago no longer is. Called again within DROP_SECONDS, it does nothing.
         """
@@ -85,12 +88,15 @@ class Passing:
         return os.path.join(self._folder, str(number))
 
 
-def choose_passing_shards(missing: Sequence[ShardFile], folder: str, pack_bytes: int, keeps_shards: bool) -> int:
+def choose_passing_shards(
+    missing: Sequence[ShardFile], folder: str, pack_bytes: int, keeps_shards: bool
+) -> int:
     """Set `is_passing` of the shards that are not kept: the last, for which the disk of `folder` has no room.
 
-    Return how many bytes of samples may pass through before only those are fetched for which a reader waits. Warn if some pass
-    for want of room; UserError if the disk is full.
-    `missing`: the shards that are not whole; `pack_bytes`: of all shards; without `keeps_shards` none is kept.
+    Return how many bytes of samples may pass through before only those are fetched for which a reader waits.
+    Warn if some pass for want of room; UserError if the disk is full.
+    `missing`: the shards that are not whole; `pack_bytes`: of all shards; without `keeps_shards` none is
+    kept.
     """
     disk = os.statvfs(folder)
     room = disk.f_bavail * disk.f_frsize - listing.SPARE
@@ -99,7 +105,9 @@ def choose_passing_shards(missing: Sequence[ShardFile], folder: str, pack_bytes:
         return 0
     if room <= 0:
         shortage = f"{one_line(folder)} has {max(0, room + listing.SPARE) // MIB} MiB free"
-        raise UserError(f"{shortage}, too few for a pack that passes through: give --input_dir on a larger disk")
+        raise UserError(
+            f"{shortage}, too few for a pack that passes through: give --input_dir on a larger disk"
+        )
     share = disk.f_blocks * disk.f_frsize // SHARE
     sample_bytes = min(share, MOST_BYTES, room // 2)
     reserved_bytes = share  # what others write, as checkpoints
@@ -110,5 +118,11 @@ def choose_passing_shards(missing: Sequence[ShardFile], folder: str, pack_bytes:
     if keeps_shards:
         passing_bytes = sum(shard.size for shard in missing if shard.is_passing)
         passing_text = f"{passing_bytes // MIB} of {pack_bytes // MIB} MiB, which come again in every epoch"
-        print(f"warning: {one_line(folder)} has no room for {passing_text}: --input_dir on a larger disk keeps all", flush=True)
+        print(
+            (
+                f"warning: {one_line(folder)} has no room for {passing_text}: --input_dir on a larger disk "
+                "keeps all"
+            ),
+            flush=True,
+        )
     return sample_bytes

@@ -1,4 +1,5 @@
-"""Which bytes of a pack are fetched next: samples that are wanted, the longest wanted first, and otherwise all in their order.
+"""Which bytes of a pack are fetched next: samples that are wanted, the longest wanted first,
+and otherwise all in their order.
 
 A unit is a slice of Samples: neighbours in one shard, which one request brings.
 """
@@ -25,7 +26,8 @@ class BadIndex(ValueError):
 class Samples:
     """The samples of all splits, sorted by their places in the shards.
 
-    From `begin` to `end` are a sample's bytes, its header, and what lies between it and the next one: together, all of a shard.
+    From `begin` to `end` are a sample's bytes, its header, and what lies between it and the next one:
+    together, all of a shard.
     """
 
     number: np.ndarray  # of each sample, in the State
@@ -41,7 +43,8 @@ class Samples:
     def of(splits: list[dict[str, np.ndarray]], shard_sizes: np.ndarray) -> "Samples":
         """Sort the samples of all splits. BadIndex if samples overlap or a shard has none.
 
-        `splits`: for each, the arrays "shard", "offset", "length" and "checksum"; in this order the State numbers the samples.
+        `splits`: for each, the arrays "shard", "offset", "length" and "checksum"; in this order the State
+        numbers the samples.
         `shard_sizes`: bytes of each shard.
         """
         columns = {name: np.concatenate([split[name] for split in splits]) for name in splits[0]}
@@ -80,11 +83,13 @@ class Content:
 
     shards: list[dict[str, Any]]
     samples: Samples
-    is_checked_when_read: bool  # readers check what they use of a sample, by its checksum or those of its tiles; not raw pixels
+    # readers check what they use of a sample, by its checksum or those of its tiles; not raw pixels
+    is_checked_when_read: bool
 
     @staticmethod
     def of(indexes: Iterable[bytes]) -> "Content":
-        """Read the indexes of the splits, in the order in which the State numbers their samples; a reader has checked each.
+        """Read the indexes of the splits, in the order in which the State numbers their samples;
+        a reader has checked each.
 
         BadIndex if two describe a shard differently, samples overlap, or a shard has none.
         """
@@ -99,7 +104,8 @@ class Content:
                 if shards.setdefault(shard["name"], shard) != shard:
                     raise BadIndex(f"{shard['name']} has two descriptions")
             number_of = {name: number for number, name in enumerate(shards)}
-            numbers = np.array([number_of[shard["name"]] for shard in metadata["shards"]])  # of this index's shards, among all
+            # of this index's shards, among all
+            numbers = np.array([number_of[shard["name"]] for shard in metadata["shards"]])
             split["shard"] = numbers[split["shard"]]
             splits.append(split)
             forms.add(metadata["form"])
@@ -108,7 +114,8 @@ class Content:
 
 
 class FetchPlan:
-    """Knows which samples are asked for, as they are on the disk or on their way here, and gives out units of the others."""
+    """Knows which samples are asked for, as they are on the disk or on their way here,
+    and gives out units of the others."""
 
     def __init__(self, samples: Samples, state: State) -> None:
         self._samples = samples
@@ -157,19 +164,26 @@ class FetchPlan:
         self._cursor = min(self._cursor, samples.start)
 
     def set_dropped(self, numbers: list[int]) -> None:
-        """Let samples that passed through, by their numbers in the State, be asked for when they are wanted again."""
+        """Let samples that passed through, by their numbers in the State,
+        be asked for when they are wanted again."""
         self._is_requested[numbers] = False
 
     def _take(self, first: int, chosen: Optional[np.ndarray]) -> slice:
-        """Mark the samples from position `first` on as asked for, and return them as a unit: neighbours in one shard, up to
-        UNIT_BYTES, but at least one. `chosen`, by number: those that may be in it; None: all."""
+        """Mark the samples from position `first` on as asked for, and return them as a unit: neighbours in
+        one shard, up to UNIT_BYTES, but at least one. `chosen`, by number: those that may be in it; None:
+        all."""
         samples = self._samples
         end = first
         while end < len(samples.number):
             number = samples.number[end]
             is_another_shard = samples.shard[end] != samples.shard[first]
             is_too_long = end > first and samples.end[end] - samples.begin[first] > UNIT_BYTES
-            if self._is_requested[number] or is_another_shard or is_too_long or not (chosen is None or chosen[number]):
+            if (
+                self._is_requested[number]
+                or is_another_shard
+                or is_too_long
+                or not (chosen is None or chosen[number])
+            ):
                 break
             self._is_requested[number] = True
             end += 1

@@ -1,7 +1,9 @@
-"""The process of a node that fetches a pack for a job: it begins, takes over from one that has frozen, and ends with the job.
+"""The process of a node that fetches a pack for a job: it begins, takes over from one that has frozen,
+and ends with the job.
 
-It is a fresh interpreter without torch, because obstore does not work in a process that was forked while it was in use. Of
-several jobs on a node one fetches; the processes of the others stand by. Readers see its State (state.py).
+It is a fresh interpreter without torch, because obstore does not work in a process that was forked while it
+was in use. Of several jobs on a node one fetches; the processes of the others stand by. Readers see its State
+(state.py).
 """
 
 import contextlib
@@ -20,7 +22,15 @@ from common.storage import once
 from common.storage.bucket import Bucket
 from common.world import network
 from datasets.packs.fetcher import Fetcher
-from datasets.packs.state import BEAT_SECONDS, IN_ITS_SHARD, SignsOfLife, State, lease, state_path, states_of_this_boot
+from datasets.packs.state import (
+    BEAT_SECONDS,
+    IN_ITS_SHARD,
+    SignsOfLife,
+    State,
+    lease,
+    state_path,
+    states_of_this_boot,
+)
 
 MOST_FILES = 1 << 20  # a shard that grows is one
 GAP_SECONDS = 5  # between two looks, after which this process itself was stopped meanwhile
@@ -45,10 +55,11 @@ class Order:
 
 
 def main(rank: str, node: str, url: str, folder: str) -> None:
-    """Fetch the pack at `url` to `folder` for the process `rank`, as long as that lives, unless another process does.
+    """Fetch the pack at `url` to `folder` for the process `rank`, as long as that lives,
+    unless another process does.
 
-    A line of JSON on the standard input has the path of the State, the number of its samples, whether shards are
-    kept, and the paths of the indexes; without it this process ends.
+    A line of JSON on the standard input has the path of the State, the number of its samples, whether shards
+    are kept, and the paths of the indexes; without it this process ends.
     `node`: the same text for all processes of the job on this node.
     """
     _prepare()
@@ -65,17 +76,20 @@ def main(rank: str, node: str, url: str, folder: str) -> None:
     threading.Thread(target=_FrozenHolder(state, url).watch, args=(holds_lease,), daemon=True).start()
     with once.when_free(lease(path), order.is_rank_alive) as is_held:
         holds_lease.set()
-        if is_held and state.failure(waiting_since, node) is None:  # else a process of this job has tried it already
+        # else a process of this job has tried it already
+        if is_held and state.failure(waiting_since, node) is None:
             _fetch_or_record_failure(order, state)
 
 
 def _prepare() -> None:
-    """Prepare this process: stop signals are for the job alone, with which it is killed, and it may have many files open."""
+    """Prepare this process: stop signals are for the job alone, with which it is killed,
+    and it may have many files open."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     for signal_number in STOP_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)  # the job needs samples until it has saved
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: if it is stopped, it cannot look for the job
+        # PR_SET_PDEATHSIG: if it is stopped, it cannot look for the job
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
     network.allow_open_files(MOST_FILES)
 
 
@@ -116,8 +130,8 @@ def _kill_fetcher(pid: int, url: bytes) -> None:
 def _fetch_or_record_failure(order: Order, state: State) -> None:
     """Fetch, unless another process has fetched all, and stay until the rank ends.
 
-    As long as this process holds the lease, no job that starts clears the State. After an error it does not stay: the error is
-    written into the State, for readers that wait.
+    As long as this process holds the lease, no job that starts clears the State. After an error it does not
+    stay: the error is written into the State, for readers that wait.
     """
     life = SignsOfLife(state)
     stop = threading.Event()
@@ -148,7 +162,10 @@ def _record_failure(error: Exception, order: Order, state: State) -> None:
     """Write the error into the State, and into the log if no reader waits and would raise it."""
     state.set_failure(error, order.node)
     if (state.place == IN_ITS_SHARD).all():  # so no reader waits
-        print(f"warning: {one_line(error)}; all samples are there, and the next start fetches what is missing", flush=True)
+        print(
+            f"warning: {one_line(error)}; all samples are there, and the next start fetches what is missing",
+            flush=True,
+        )
 
 
 def _fetch(order: Order, state: State, life: SignsOfLife) -> None:
@@ -160,11 +177,15 @@ def _fetch(order: Order, state: State, life: SignsOfLife) -> None:
     state.set_whole()
     ahead, in_turn, on_disk = (state.arrived / MIB).tolist()
     fetched_text = (
-        f"{ahead + in_turn:.1f} MiB in {time.monotonic() - start_time:.0f} s, {ahead:.1f} of them ahead of their shards"
+        f"{ahead + in_turn:.1f} MiB in {time.monotonic() - start_time:.0f} s, {ahead:.1f} of them ahead of "
+        "their shards"
     )
     on_disk_text = f"{on_disk:.1f} MiB were there" if on_disk else "none were there"
     shards = count(len(fetcher.shards), "shard")
-    print(f"arrived: {shards} of {one_line(order.url)}: {fetched_text}; {on_disk_text}; all verified", flush=True)
+    print(
+        f"arrived: {shards} of {one_line(order.url)}: {fetched_text}; {on_disk_text}; all verified",
+        flush=True,
+    )
 
 
 def _refuse_other_version(order: Order) -> None:
@@ -173,7 +194,8 @@ def _refuse_other_version(order: Order) -> None:
     This one would replace the files that the readers of that version read.
     """
     for path in states_of_this_boot(order.folder):
-        is_other_version = os.path.basename(path) != os.path.basename(order.path)  # the folders may be spelled in two ways
+        # the folders may be spelled in two ways
+        is_other_version = os.path.basename(path) != os.path.basename(order.path)
         if is_other_version and not once.is_free(lease(path)):
             conflict = f"a job on this node reads another version of {one_line(order.url)}"
             raise UserError(f"{conflict}: start when it has ended, or give another --input_dir")

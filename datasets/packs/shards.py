@@ -1,4 +1,5 @@
-"""The files of a pack's shards: each grows in .fetching, and gets its name once it is whole and its SHA-256 is right."""
+"""The files of a pack's shards: each grows in .fetching,
+and gets its name once it is whole and its SHA-256 is right."""
 
 import contextlib
 import dataclasses
@@ -54,8 +55,8 @@ class ShardFolder:
     """Owns the files of the shards in a folder, and the records of what was verified there."""
 
     def __init__(self, folder: str, trusts_digests: bool, on_progress: Callable[[], None]) -> None:
-        """`trusts_digests`: a file that had the digest of its object when it was fetched is not hashed again, because each read
-        compares a checksum. `on_progress`: called after a file was hashed."""
+        """`trusts_digests`: a file that had the digest of its object when it was fetched is not hashed again,
+        because each read compares a checksum. `on_progress`: called after a file was hashed."""
         self._folder = folder
         self._trusts_digests = trusts_digests
         self._on_progress = on_progress
@@ -105,7 +106,9 @@ class ShardFolder:
         os.ftruncate(shard.file, shard.size)
 
     def finish(self, shard: ShardFile) -> bool:
-        """Once all samples of a shard have come: give it its name, and return True. False if it is not what the index says.
+        """Once all samples of a shard have come: give it its name, and return True.
+
+        False if it is not what the index says.
 
         What is wrong then lies between the samples, which were compared already.
         """
@@ -116,7 +119,8 @@ class ShardFolder:
         return shard.is_whole
 
     def _give_name(self, shard: ShardFile) -> None:
-        """Give the growing file the shard's name if its SHA-256 is right, or delete it if the right file is there already.
+        """Give the growing file the shard's name if its SHA-256 is right,
+        or delete it if the right file is there already.
 
         `is_whole` says whether one of them was so. FileNotFoundError if another node has renamed it.
         """
@@ -144,9 +148,11 @@ class ShardFolder:
 
 
 class Verified:
-    """The record, in the folder, of files that had the SHA-256 that the pack's index has for them: it holds until they change.
+    """The record, in the folder, of files that had the SHA-256 that the pack's index has for them:
+    it holds until they change.
 
-    The index of what was fetched does not replace it: that says which object a file is, and not that the object is the shard.
+    The index of what was fetched does not replace it: that says which object a file is, and not that the
+    object is the shard.
     """
 
     def __init__(self, folder: str) -> None:
@@ -162,7 +168,8 @@ class Verified:
     def add(self, shard: ShardFile) -> None:
         with self._lock:
             self._identities[shard.name] = self._identity(shard)
-            with contextlib.suppress(OSError):  # another node writes it, too; without it, the next start reads the file again
+            # another node writes it, too; without it, the next start reads the file again
+            with contextlib.suppress(OSError):
                 write_atomically(self._path, json.dumps(self._identities).encode())
 
     def _identity(self, shard: ShardFile) -> Optional[list]:

@@ -1,4 +1,5 @@
-"""The memory that the process which fetches a pack shares with those that read it: what has arrived, and what is wanted.
+"""The memory that the process which fetches a pack shares with those that read it: what has arrived,
+and what is wanted.
 
 It is a file beside the pack, which every process maps. Samples of all splits are numbered together.
 
@@ -12,18 +13,22 @@ It is a file beside the pack, which every process maps. Samples of all splits ar
     4096        place: of each sample a byte: ABSENT, IN_ITS_SHARD, PASSING or IN_ITS_FILE      the fetcher
     after it    requested_at: of each sample 8 bytes: 0, time.monotonic_ns(), or WAITING        readers
 
-"The fetcher" is the process that holds the lease; a job that starts takes it for a moment, to forget what an earlier one left.
+"The fetcher" is the process that holds the lease; a job that starts takes it for a moment, to forget what an
+earlier one left.
 
-There is no lock. An aligned word of up to eight bytes is stored in one piece on x86-64 and on 64-bit Arm. Readers may overwrite
-each other's word in `requested_at`: one that waits writes it again once a second. Some things are seen in another
-order than they were written, or have to be in order:
+There is no lock. An aligned word of up to eight bytes is stored in one piece on x86-64 and on 64-bit Arm.
+Readers may overwrite each other's word in `requested_at`: one that waits writes it again once a second. Some
+things are seen in another order than they were written, or have to be in order:
 
-- The bytes of a sample come before its place. The fetcher writes them by a system call, in which Linux releases the page by an
-  atomic operation that is a full barrier. A reader looks at the place first, and then reads them by a system call of its own.
-- PASSING comes before a sample's file is deleted. A reader that saw the old place finds no file and looks again.
-- `requested_at` comes before the bell. On Arm the fetcher may see the bell first and miss the request until the
-  next one. A reader that waits rings once a second, so this costs a second and no sample.
-- A failure is longer than a word. A part of it is no JSON, and the reader looks again; an older one is zeroed first.
+- The bytes of a sample come before its place. The fetcher writes them by a system call, in which Linux
+  releases the page by an atomic operation that is a full barrier. A reader looks at the place first, and then
+  reads them by a system call of its own.
+- PASSING comes before a sample's file is deleted. A reader that saw the old place finds no file and looks
+  again.
+- `requested_at` comes before the bell. On Arm the fetcher may see the bell first and miss the request until
+  the next one. A reader that waits rings once a second, so this costs a second and no sample.
+- A failure is longer than a word. A part of it is no JSON, and the reader looks again; an older one is zeroed
+  first.
 - The holder is two words. Before it is killed, its command line has to be that of a fetcher of the same pack.
 """
 
@@ -49,12 +54,14 @@ from common.storage import index, once
 
 # The place of a sample. PASSING: it is not on the disk, which has no room for its shard.
 ABSENT, IN_ITS_SHARD, PASSING, IN_ITS_FILE = range(4)
-WAITING = 1  # in State.requested_at: a reader waits for the sample. It is less than any time, so these come first
+# in State.requested_at: a reader waits for the sample. It is less than any time, so these come first
+WAITING = 1
 AHEAD, IN_TURN, ON_DISK = range(3)  # places in State.arrived
 ARRIVED_COLUMNS = ("from_bucket_first_mib", "from_bucket_mib", "on_disk_mib")  # what speed.jsonl calls them
 UNREAD_SECONDS = 600  # after which a sample that was wanted soon, and not read, no longer is
 BEAT_SECONDS = 1.0  # between two signs of life
-STUCK_SECONDS = 60  # without a byte and beyond --patience, after which there are none: a request or the disk never ends
+# without a byte and beyond --patience, after which there are none: a request or the disk never ends
+STUCK_SECONDS = 60
 
 
 class State:
@@ -77,7 +84,9 @@ class State:
 
     @classmethod
     def make(cls, path: str, samples: int) -> None:
-        """Make the file of the memory, all zeros, unless it is there. One process does at a time (once_per_node).
+        """Make the file of the memory, all zeros, unless it is there.
+
+        One process does at a time (once_per_node).
 
         OSError if its bytes cannot be reserved on this disk or system.
         """
@@ -88,7 +97,8 @@ class State:
             raise OSError(errno.ENOSYS, "this system cannot reserve the bytes of a file")
         try:
             with create(f"{path}.new") as file:
-                os.posix_fallocate(file.fileno(), 0, cls._file_size(samples))  # a hole would be SIGBUS on a disk that is full
+                # a hole would be SIGBUS on a disk that is full
+                os.posix_fallocate(file.fileno(), 0, cls._file_size(samples))
         except OSError:
             os.unlink(f"{path}.new")
             raise
@@ -136,8 +146,8 @@ class State:
     def forget(self) -> None:
         """Forget what an earlier fetcher said of the samples and why it ended: files may have changed since.
 
-        Its pulse and holder stay, as the next one may have written them already; the bell and `requested_at` are
-        the readers'.
+        Its pulse and holder stay, as the next one may have written them already; the bell and `requested_at`
+        are the readers'.
         """
         self.place[:] = ABSENT
         self.arrived[:] = 0
@@ -146,16 +156,26 @@ class State:
 
     def set_failure(self, error: Exception, node: str = "") -> None:
         """Write why the fetcher ends. `node`: the same text for all processes of its job on this node."""
-        failure = {"at": time.monotonic(), "node": node, "text": mask(error)[:200], "code": getattr(error, "exit_code", 1)}
+        failure = {
+            "at": time.monotonic(),
+            "node": node,
+            "text": mask(error)[:200],
+            "code": getattr(error, "exit_code", 1),
+        }
         self._failure_text[:] = 0  # no part of an older one is left behind it
-        self._failure_text[:] = np.frombuffer(json.dumps(failure).encode().ljust(len(self._failure_text)), np.uint8)
+        self._failure_text[:] = np.frombuffer(
+            json.dumps(failure).encode().ljust(len(self._failure_text)), np.uint8
+        )
 
     def failure(self, since: float, node: str = "") -> Optional[Exception]:
-        """Return the error of the fetcher that has failed last, if that was after `since`, by time.monotonic(); else None.
+        """Return the error of the fetcher that has failed last, if that was after `since`,
+        by time.monotonic(); else None.
 
-        One that was killed has written none. `node`: only if it was of this node's part of a job, as set_failure() has it.
+        One that was killed has written none. `node`: only if it was of this node's part of a job, as
+        set_failure() has it.
         """
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # there is none, or it is being written
+        # there is none, or it is being written
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             failure = json.loads(bytes(self._failure_text))
             if failure["at"] > since and node in ("", failure["node"]):
                 error_type = UserError if failure["code"] == UserError.exit_code else TrainingFailed
@@ -165,7 +185,10 @@ class State:
 
 @dataclasses.dataclass
 class SignsOfLife:
-    """The fetcher's signs of life. They end when nothing has come for so long that a request or the disk must be stuck."""
+    """The fetcher's signs of life.
+
+    They end when nothing has come for so long that a request or the disk must be stuck.
+    """
 
     state: State
     last_progress: float = dataclasses.field(default_factory=time.monotonic)
@@ -175,7 +198,10 @@ class SignsOfLife:
         self.last_progress = time.monotonic()
 
     def beat(self, stop: threading.Event) -> None:
-        """Show signs of life until `stop`, unless this process is stuck. A thread of the fetcher runs this."""
+        """Show signs of life until `stop`, unless this process is stuck.
+
+        A thread of the fetcher runs this.
+        """
         self.state.show_life()
         self.state.set_holder()
         while not stop.wait(BEAT_SECONDS):
@@ -189,17 +215,21 @@ def request_cutoff() -> int:
 
 
 def _namespace() -> int:
-    """Return a number of the namespace of processes, in which an id means this process and no other; 0 if there is none."""
+    """Return a number of the namespace of processes, in which an id means this process and no other;
+    0 if there is none."""
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return 0
 
 
-# --- Where its file is, and what belongs to it -----------------------------------------------------------------------------
+# --- Where its file is, and what belongs to it --------------------------------------------------------------
 
 
 def state_path(folder: str, indexes: Sequence[str]) -> str:
-    """Return the path of the State. Another pack has another one, and so has another boot, which has another clock."""
+    """Return the path of the State.
+
+    Another pack has another one, and so has another boot, which has another clock.
+    """
     pack = hashlib.sha256(" ".join(map(sha256, indexes)).encode()).hexdigest()[:16]
     return os.path.join(index.make_records_folder(folder), f"{_boot_digest()}-{pack}.state")
 
@@ -220,7 +250,8 @@ def lease(path: str) -> str:
 
 
 def passing_folder(path: str) -> str:
-    """Return the folder of the samples that pass through; each is named by its number in the State at this path."""
+    """Return the folder of the samples that pass through;
+    each is named by its number in the State at this path."""
     return f"{path}.passing"
 
 

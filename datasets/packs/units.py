@@ -1,4 +1,5 @@
-"""A unit of samples comes from the bucket to its place, and counts as there once it was compared: what a thread does."""
+"""A unit of samples comes from the bucket to its place, and counts as there once it was compared:
+what a thread does."""
 
 import dataclasses
 
@@ -27,7 +28,9 @@ class Arrived:
 class UnitFetcher:
     """Fetches units, in any number of threads at a time."""
 
-    def __init__(self, url: str, ranges: Ranges, samples: Samples, state: State, passing: Passing, life: SignsOfLife) -> None:
+    def __init__(
+        self, url: str, ranges: Ranges, samples: Samples, state: State, passing: Passing, life: SignsOfLife
+    ) -> None:
         self._url = url  # for messages
         self._ranges = ranges
         self._samples = samples
@@ -55,11 +58,13 @@ class UnitFetcher:
         return end - begin
 
     def _fetch_to_keep(self, shard: ShardFile, unit: slice) -> bool:
-        """Bring the unit into its shard, and say that its samples are there. Return whether an earlier start had left them.
+        """Bring the unit into its shard, and say that its samples are there.
 
-        If so, nothing is fetched: the SHA-256 of the shard verifies what lies around them. Else one request brings the
-        samples and up to UNIT_BYTES before and after them. The rest of longer gaps, as in shards that other programs have made,
-        comes when the samples can be read already.
+        Return whether an earlier start had left them.
+
+        If so, nothing is fetched: the SHA-256 of the shard verifies what lies around them. Else one request
+        brings the samples and up to UNIT_BYTES before and after them. The rest of longer gaps, as in shards
+        that other programs have made, comes when the samples can be read already.
         """
         samples = self._samples
         unit_begin = int(samples.begin[unit.start])
@@ -98,13 +103,17 @@ class UnitFetcher:
         try:
             return self._ranges.read(shard.item, begin, length)
         except ObjectChanged:
-            raise UserError(f"{one_line(self._url)}/{shard.name} has changed since this run began: start again") from None
+            raise UserError(
+                f"{one_line(self._url)}/{shard.name} has changed since this run began: start again"
+            ) from None
 
     def _has_checksums(self, unit: slice, content: bytes, begin: int) -> bool:
-        """Return whether the unit's samples in these bytes, from `begin` of the shard on, have their checksums."""
+        """Return whether the unit's samples in these bytes, from `begin` of the shard on,
+        have their checksums."""
         view = memoryview(content)
         return all(
-            crc32(view[offset - begin :][:length]) == checksum for _, offset, length, checksum in self._samples.rows(unit)
+            crc32(view[offset - begin :][:length]) == checksum
+            for _, offset, length, checksum in self._samples.rows(unit)
         )
 
     def _bounds_of_samples(self, unit: slice) -> tuple[int, int]:

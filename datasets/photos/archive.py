@@ -1,4 +1,5 @@
-"""Pictures in one archive, .zip, .tar or .tar.gz: unpacked once per node, beside it if that can be written to."""
+"""Pictures in one archive, .zip, .tar or .tar.gz: unpacked once per node,
+beside it if that can be written to."""
 
 import contextlib
 import hashlib
@@ -20,7 +21,8 @@ UNPACKED = ".unpacked"  # ends the name of the folder beside an archive
 
 
 def root(address: str, inputs: str) -> str:
-    """Return the folder of the pictures that a folder, a bucket or an archive holds, fetched or unpacked if necessary."""
+    """Return the folder of the pictures that a folder, a bucket or an archive holds,
+    fetched or unpacked if necessary."""
     archive = archive_of(address)
     if not archive:
         address = storage.fetch(address, inputs=inputs)
@@ -51,7 +53,9 @@ def unpack(address: str, inputs: str) -> str:
         raise UserError(f"{one_line(address)} does not exist: give an archive of pictures, or a folder")
     folder = archive + UNPACKED
     if not os.access(os.path.dirname(os.path.abspath(archive)), os.W_OK):
-        folder = os.path.join(inputs, "unpacked", hashlib.sha256(os.fsencode(os.path.realpath(archive))).hexdigest()[:16])
+        folder = os.path.join(
+            inputs, "unpacked", hashlib.sha256(os.fsencode(os.path.realpath(archive))).hexdigest()[:16]
+        )
 
     def prepare(lease: once.Lease) -> None:
         if not untrusted.is_unpacked(archive, folder):

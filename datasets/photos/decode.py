@@ -1,8 +1,8 @@
 """Decode a photograph, or only the part that is needed, and resize it to the network's input size, as uint8.
 
-nvImageCodec decodes only a window of a JPEG, on the CPU. Without it, Pillow decodes the whole JPEG. simplejpeg decodes tiles.
-Pictures that these decoders read differently (CMYK, 16 bits, other formats) go through Pillow in every loader. EXIF orientation
-is ignored, as in torchvision.
+nvImageCodec decodes only a window of a JPEG, on the CPU. Without it, Pillow decodes the whole JPEG.
+simplejpeg decodes tiles. Pictures that these decoders read differently (CMYK, 16 bits, other formats) go
+through Pillow in every loader. EXIF orientation is ignored, as in torchvision.
 """
 
 import functools
@@ -29,9 +29,11 @@ CODEC = {  # packages of nvImageCodec: the first alone writes errors to stderr t
     12: "nvidia-nvimgcodec-cu12 nvidia-nvjpeg-cu12 nvidia-nvjpeg2k-cu12 nvidia-nvtiff-cu12",
     13: "nvidia-nvimgcodec-cu13 nvidia-nvjpeg nvidia-nvjpeg2k-cu13 nvidia-nvtiff-cu13",
 }
-FILTERS = {"bilinear": 1, "bicubic": 2}  # radius of each resize filter, in pixels of the smaller of the two sizes
+# radius of each resize filter, in pixels of the smaller of the two sizes
+FILTERS = {"bilinear": 1, "bicubic": 2}
 WHOLE = 0  # in place of a short side: the whole picture is squeezed into the square, and nothing is cut off
-RESIZE_SHARE = 256 / 224  # evaluation: the short side is resized to this times the network's size, then the middle is cut out
+# evaluation: the short side is resized to this times the network's size, then the middle is cut out
+RESIZE_SHARE = 256 / 224
 
 STRAY_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of a JPEG, in the middle of its coded data
 
@@ -58,7 +60,8 @@ class Substitutes:
     """
 
     def __init__(self, samples_name: str, max_failures: int) -> None:
-        """`samples_name`: for errors; `max_failures`: in a row, after which the data set counts as damaged."""
+        """`samples_name`: for errors; `max_failures`: in a row,
+        after which the data set counts as damaged."""
         self._samples_name = samples_name
         self._max_failures = max_failures
         self._reported: set[int] = set()
@@ -76,12 +79,13 @@ class Substitutes:
                 with remarks.report_warnings(functools.partial(name, candidate)):
                     return candidate, decode(candidate)
             except (Undecodable, OSError) as error:
-                if is_system_error(error):  # the picture may be good: a start on a repaired disk has to use it
+                # the picture may be good: a start on a repaired disk has to use it
+                if is_system_error(error):
                     raise
                 self._warn(candidate, one_line(name(candidate)), error)
         raise TrainingFailed(
-            f"{self._max_failures} {self._samples_name} in a row cannot be decoded, from {one_line(name(number))}: fetch "
-            "the data set again"
+            f"{self._max_failures} {self._samples_name} in a row cannot be decoded, from "
+            f"{one_line(name(number))}: fetch the data set again"
         )
 
     def _warn(self, number: int, name: str, error: Exception) -> None:
@@ -110,7 +114,8 @@ class Pixels:
 
 
 class Tiled:
-    """A picture in tiles (tiles.py): only the tiles that the box needs are decoded, and their rows checked."""
+    """A picture in tiles (tiles.py): only the tiles that the box needs are decoded,
+    and their rows checked."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -137,7 +142,10 @@ def is_narrow(width: int) -> bool:
 def train_picture(
     content: Content, special: bool, window: Iterable[int], flip: bool, size: int, mode: str = "bilinear"
 ) -> torch.Tensor:
-    """Decode a window (top, left, height, width), resize to uint8 (3, size, size), mirror if `flip`. `special` needs Pillow."""
+    """Decode a window (top, left, height, width), resize to uint8 (3, size, size), mirror if `flip`.
+
+    `special` needs Pillow.
+    """
     top, left, height, width = map(int, window)
     return train_cut(decode(content, special, (top, left, top + height, left + width)), flip, size, mode)
 
@@ -152,7 +160,8 @@ def eval_picture(
     content: Content, special: bool, size: int, short: int, original: Optional[tuple[int, int]] = None,
     mode: str = "bilinear",
 ) -> torch.Tensor:  # fmt: skip
-    """Decode the middle of the picture, as torchvision's Resize(short) and CenterCrop(size) cut it; `short` WHOLE: all of it.
+    """Decode the middle of the picture, as torchvision's Resize(short) and CenterCrop(size) cut it;
+    `short` WHOLE: all of it.
 
     `original`: its (height, width), if the stored picture is smaller.
     """
@@ -193,7 +202,11 @@ def _needed_box(stored: tuple[int, int], size: int, short: int, original: tuple[
 
 
 def eval_cut(
-    picture: torch.Tensor, size: int, short: int, original: Optional[tuple[int, int]] = None, mode: str = "bilinear"
+    picture: torch.Tensor,
+    size: int,
+    short: int,
+    original: Optional[tuple[int, int]] = None,
+    mode: str = "bilinear",
 ) -> torch.Tensor:
     """Resize a decoded picture to the resized_size() of `original`, and cut out the size x size middle.
 
@@ -207,7 +220,8 @@ def eval_cut(
 
 
 def resized_size(height: int, width: int, short: int, size: int = 0) -> tuple[int, int]:
-    """Return the (height, width) to which a picture is resized for evaluation; `size` is used only if `short` is WHOLE."""
+    """Return the (height, width) to which a picture is resized for evaluation;
+    `size` is used only if `short` is WHOLE."""
     if short == WHOLE:
         return size, size
     return (short, int(short * width / height)) if height < width else (int(short * height / width), short)
@@ -219,8 +233,10 @@ def middle(height: int, width: int, size: int) -> tuple[int, int]:
 
 
 def resize(picture: torch.Tensor, height: int, width: int, mode: str = "bilinear") -> torch.Tensor:
-    """Resize with antialiasing; `mode`: bilinear or bicubic. The pixels stay interleaved, as they were decoded: torch
-    recognises that layout only in a batch of one with the right strides."""
+    """Resize with antialiasing; `mode`: bilinear or bicubic.
+
+    The pixels stay interleaved, as they were decoded: torch recognises that layout only in a batch of one
+    with the right strides."""
     batch = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
     return F.interpolate(batch, size=(height, width), mode=mode, antialias=True)[0]
 
@@ -237,7 +253,9 @@ def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
         if decoder:
             return decoder(content, box)
         top, left, bottom, right = box or (0, 0, None, None)
-        return torch.from_numpy(np.array(decode_with_pillow(content))).permute(2, 0, 1)[:, top:bottom, left:right]
+        return torch.from_numpy(np.array(decode_with_pillow(content))).permute(2, 0, 1)[
+            :, top:bottom, left:right
+        ]
     except Undecodable:
         raise
     except Exception as error:
@@ -247,7 +265,10 @@ def decode(content: Content, special: bool, box: Optional[Box]) -> torch.Tensor:
 
 
 def decode_with_pillow(content: bytes) -> "Image.Image":
-    """Decode a picture to RGB with Pillow. A one-scan JPEG that it refuses is cut at the first stray marker and tried again."""
+    """Decode a picture to RGB with Pillow.
+
+    A one-scan JPEG that it refuses is cut at the first stray marker and tried again.
+    """
     try:
         return _in_rgb(content)
     except OSError:
@@ -271,9 +292,9 @@ def _in_rgb(content: bytes) -> Any:
 
 
 def _cut_at_stray_marker(content: bytes) -> Optional[bytes]:
-    """Return a JPEG that ends where a stray marker interrupts its data; None if it has none, is progressive or has several
-    scans. nvImageCodec decodes such a file up to the marker, with grey for the rest. Pillow refuses the whole file, but has to
-    give the same picture."""
+    """Return a JPEG that ends where a stray marker interrupts its data; None if it has none, is progressive
+    or has several scans. nvImageCodec decodes such a file up to the marker, with grey for the rest. Pillow
+    refuses the whole file, but has to give the same picture."""
     try:
         layout = tiles.layout(content)
     except tiles.NotTiled:
@@ -281,7 +302,11 @@ def _cut_at_stray_marker(content: bytes) -> Optional[bytes]:
     components = content[layout.sof + 9]
     only_scan = b"\xff\xda" + bytes([0, 6 + 2 * components, components])
     match = STRAY_MARKER.search(content, layout.data)
-    if content[layout.sof + 1] == 0xC2 or not match or content[: layout.data][-8 - 2 * components :][:5] != only_scan:
+    if (
+        content[layout.sof + 1] == 0xC2
+        or not match
+        or content[: layout.data][-8 - 2 * components :][:5] != only_scan
+    ):
         return None
     return content[: match.start()] + b"\xff\xd9"
 
@@ -296,14 +321,15 @@ def slow_decoder_hints() -> Iterator[str]:
     """Yield a line for the log, how to install nvImageCodec, if this system could have it and lacks it."""
     if sys.platform == "linux" and not (find_spec("nvidia") and find_spec("nvidia.nvimgcodec")):
         yield (
-            "photographs are decoded by Pillow, which takes about twice as long as nvImageCodec on the CPU: pip install "
-            f"{CODEC[devices.toolkit_major()]} (50 MB)"
+            "photographs are decoded by Pillow, which takes about twice as long as nvImageCodec on the CPU: "
+            f"pip install {CODEC[devices.toolkit_major()]} (50 MB)"
         )
 
 
 @functools.cache
 def _codec():
-    """Return nvImageCodec's decoder, a function (content, box) -> picture, made once per process; None if it is missing."""
+    """Return nvImageCodec's decoder, a function (content, box) -> picture, made once per process;
+    None if it is missing."""
     try:
         from nvidia import nvimgcodec
     except ImportError:
@@ -332,7 +358,10 @@ def _codec():
 
 @functools.cache
 def _simplejpeg():
-    """Return a function (content) -> picture or, if simplejpeg cannot decode it, None. Return None if simplejpeg is missing."""
+    """Return a function (content) -> picture or, if simplejpeg cannot decode it, None.
+
+    Return None if simplejpeg is missing.
+    """
     try:
         import simplejpeg
     except ImportError:

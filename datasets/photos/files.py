@@ -1,6 +1,8 @@
-"""Find and read the files of photographs, with limits on their type and size, because the files may come from strangers.
+"""Find and read the files of photographs, with limits on their type and size,
+because the files may come from strangers.
 
-A file or folder that cannot be listed or opened is an error that names it. Otherwise a class could be missing unnoticed.
+A file or folder that cannot be listed or opened is an error that names it. Otherwise a class could be missing
+unnoticed.
 """
 
 import argparse
@@ -46,18 +48,24 @@ def manifest_of(address: str) -> Optional[str]:
     """
     if address.endswith(MANIFEST):
         return address
-    if not os.path.isdir(address) or any(os.path.exists(os.path.join(address, split)) for split in ("train", "val")):
+    if not os.path.isdir(address) or any(
+        os.path.exists(os.path.join(address, split)) for split in ("train", "val")
+    ):
         return None
-    manifests = sorted(name for name in os.listdir(address) if name.endswith(MANIFEST) and not name.startswith("."))
+    manifests = sorted(
+        name for name in os.listdir(address) if name.endswith(MANIFEST) and not name.startswith(".")
+    )
     if len(manifests) > 1:
         raise UserError(
-            f"{one_line(address)} has {len(manifests)} manifests: give one, such as {one_line(manifests[-1])} in it"
+            f"{one_line(address)} has {len(manifests)} manifests: give one, such as "
+            f"{one_line(manifests[-1])} in it"
         )
     return os.path.join(address, manifests[0]) if manifests else None
 
 
 def classes(folder: str) -> dict[str, int]:
-    """Return {class: st_mtime_ns of its folder}, sorted, without hidden folders and a job's own; UserError if none is left."""
+    """Return {class: st_mtime_ns of its folder}, sorted, without hidden folders and a job's own;
+    UserError if none is left."""
     mtimes = {}
     try:
         with os.scandir(folder) as entries:
@@ -79,14 +87,18 @@ def _is_of_a_job(entry: "os.DirEntry[str]") -> bool:
     return entry.name in (INPUT_DIR, "output_dir") or any(map(os.path.exists, job_files))
 
 
-def images_below(folder: str, label: str = "", other_files: Optional[dict[str, list[str]]] = None) -> list[str]:
+def images_below(
+    folder: str, label: str = "", other_files: Optional[dict[str, list[str]]] = None
+) -> list[str]:
     """Return the paths of the pictures below `folder`, relative to it, in the order of ImageFolder.
 
-    `label`: only of this class. Files that are not named like pictures, unless hidden, are added to `other_files`,
-    by extension.
+    `label`: only of this class. Files that are not named like pictures, unless hidden, are added to
+    `other_files`, by extension.
     """
     paths = []
-    for parent, folders, names in sorted(os.walk(os.path.join(folder, label), onerror=_raise_unreadable, followlinks=True)):
+    for parent, folders, names in sorted(
+        os.walk(os.path.join(folder, label), onerror=_raise_unreadable, followlinks=True)
+    ):
         for name in folders:
             _refuse_circle(parent, name)
         for name in sorted(names):
@@ -97,7 +109,9 @@ def images_below(folder: str, label: str = "", other_files: Optional[dict[str, l
             if os.path.islink(path):
                 _refuse_dangling(path)
             if other_files is not None and not name.startswith("."):
-                other_files.setdefault(os.path.splitext(name)[1].lower(), []).append(os.path.relpath(path, folder))
+                other_files.setdefault(os.path.splitext(name)[1].lower(), []).append(
+                    os.path.relpath(path, folder)
+                )
     return paths
 
 
@@ -114,15 +128,21 @@ def _refuse_dangling(path: str) -> None:
 
 
 def _refuse_circle(parent: str, name: str) -> None:
-    """Raise a UserError if `name` is a link to a folder above it, whose images would be counted again and again."""
+    """Raise a UserError if `name` is a link to a folder above it,
+    whose images would be counted again and again."""
     path = os.path.join(parent, name)
     if os.path.islink(path) and (os.path.realpath(parent) + "/").startswith(os.path.realpath(path) + "/"):
-        raise UserError(f"{one_line(path)} is a link to a folder that it is in, whose images would count twice: delete it")
+        raise UserError(
+            f"{one_line(path)} is a link to a folder that it is in, whose images would count twice: delete it"
+        )
 
 
 def unreadable_error(error: OSError) -> Exception:
     """Return the error to raise, with a hint, for a file or folder of a data set that cannot be read."""
-    text = f"{one_line(error.filename)} cannot be read ({error.strerror}): make it readable, or take it out of the data set"
+    text = (
+        f"{one_line(error.filename)} cannot be read ({error.strerror}): make it readable, or take it out of "
+        "the data set"
+    )
     return file_error(error, text)
 
 

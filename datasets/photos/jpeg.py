@@ -9,7 +9,9 @@ NO_MARKER = -1  # in place of a kind: here is something else than a marker
 FRAME_START = 10  # bytes of a marker, a length, and a frame header's bits, height, width and components
 
 
-def segments(head: Union[bytes, bytearray], read_more: Callable[[int], bytes] = lambda _: b"") -> Iterator[tuple[int, int]]:
+def segments(
+    head: Union[bytes, bytearray], read_more: Callable[[int], bytes] = lambda _: b""
+) -> Iterator[tuple[int, int]]:
     """Yield (kind, position) of each marker, the last of which is one of END or NO_MARKER.
 
     EOFError if the file ends before. `head`: the first bytes of the file, which grow if they are a bytearray;

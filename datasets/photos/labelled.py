@@ -12,14 +12,17 @@ SUBSTITUTES = 100  # tried in a row until the data set is taken for damaged
 
 
 class Photos:
-    """The pictures of a tree, decoded a batch at a time; for training each is cropped and flipped at random."""
+    """The pictures of a tree, decoded a batch at a time;
+    for training each is cropped and flipped at random."""
 
     def __init__(
-        self, photo_tree: tree.Tree, size: int, train: bool, seed: int, area: tuple[float, float] = crops.AREA,
-        short: Optional[int] = None, mode: str = "bilinear", augmentation: str = "none",
+        self, photo_tree: tree.Tree, size: int, train: bool, seed: int,
+        area: tuple[float, float] = crops.AREA, short: Optional[int] = None, mode: str = "bilinear",
+        augmentation: str = "none",
     ) -> None:  # fmt: skip
-        """`area`: smallest and largest share of a picture in a crop; `short`: length of the short side for evaluation, or WHOLE
-        (None: 8/7 of `size`); `mode`: bilinear or bicubic; `augmentation`: of training pictures, see datasets/augment.py."""
+        """`area`: smallest and largest share of a picture in a crop; `short`: length of the short side for
+        evaluation, or WHOLE (None: 8/7 of `size`); `mode`: bilinear or bicubic; `augmentation`: of training
+        pictures, see datasets/augment.py."""
         self.tree = photo_tree
         self.announced = photo_tree.announced
         self.size = size
@@ -40,27 +43,37 @@ class Photos:
     def labels(self) -> np.ndarray:
         return self.tree.labels
 
-    def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (images, labels, ids) of a batch; where a sample was replaced, the label is that of its substitute."""
+    def __getitem__(
+        self, epoch_and_ids: tuple[int, np.ndarray]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (images, labels, ids) of a batch; where a sample was replaced,
+        the label is that of its substitute."""
         epoch, ids = epoch_and_ids
-        images = torch.empty((len(ids), 3, self.size, self.size), dtype=torch.uint8, memory_format=torch.channels_last)
+        images = torch.empty(
+            (len(ids), 3, self.size, self.size), dtype=torch.uint8, memory_format=torch.channels_last
+        )
         used_ids = np.empty(len(ids), np.int64)
         windows, flips = self.windows(ids, epoch)
         self.tree.prefetch(ids)
         for position, number in enumerate(ids):
-            used_ids[position], images[position] = self._picture(int(number), epoch, windows[position], flips[position])
+            used_ids[position], images[position] = self._picture(
+                int(number), epoch, windows[position], flips[position]
+            )
         return images, torch.from_numpy(self.tree.labels[used_ids]), torch.from_numpy(ids)
 
     def digest(self) -> dict[str, str]:
         return self.tree.digest()
 
     def file_of(self, number: int) -> str:
-        """Return the path of a sample's file below the folder of the tree, for reports of wrong predictions."""
+        """Return the path of a sample's file below the folder of the tree,
+        for reports of wrong predictions."""
         return self.tree.names[number]
 
     def windows(self, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the crops (top, left, height, width) and flips of these samples in an epoch."""
-        return crops.random_windows(ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch, self.area)
+        return crops.random_windows(
+            ids, self.tree.widths[ids], self.tree.heights[ids], self.seed, epoch, self.area
+        )
 
     def _picture(self, number: int, epoch: int, window: object, flip: bool) -> Any:
         """Return (id, picture) of a sample or of its substitute, which has a window and a flip of its own."""
@@ -89,7 +102,8 @@ class Photos:
         return self.augmented(picture, number, epoch)
 
     def augmented(self, picture: torch.Tensor, number: int, epoch: int) -> torch.Tensor:
-        """Apply the augmentation, if there is one, to a training picture that has been cropped and flipped."""
+        """Apply the augmentation, if there is one, to a training picture that has been cropped and
+        flipped."""
         if self.augmentation == "none":
             return picture
         from datasets import augment

@@ -1,11 +1,14 @@
-"""Photographs with labels from a manifest: a line of JSON for each, as ModelArts, PAI iTAG or SageMaker Ground Truth writes it.
+"""Photographs with labels from a manifest: a line of JSON for each, as ModelArts,
+PAI iTAG or SageMaker Ground Truth writes it.
 
-    {"source": "s3://b/1.jpg", "usage": "TRAIN", "annotation": [{"type": "modelarts/image_classification", "name": "rose"}]}
+    {"source": "s3://b/1.jpg", "usage": "TRAIN", "annotation": [{"type": "modelarts/image_classification",
+        "name": "rose"}]}
     {"data": {"source": "oss://b/1.jpg"}, "label-7": {"results": [{"type": "survey/value", "data": "rose"}]}}
-    {"source-ref": "s3://b/1.jpg", "job-metadata": {"type": "groundtruth/image-classification", "class-name": "rose"}}
+    {"source-ref": "s3://b/1.jpg", "job-metadata": {"type": "groundtruth/image-classification",
+        "class-name": "rose"}}
 
-The name of a sample is its path below the folder that all labelled pictures have in common. So a manifest of ROOT/CLASS/* gives
-the samples of ROOT in the same order, and the same ones are held out.
+Each is one line. The name of a sample is its path below the folder that all labelled pictures have in common.
+So a manifest of ROOT/CLASS/* gives the samples of ROOT in the same order, and the same ones are held out.
 """
 
 import dataclasses
@@ -43,7 +46,9 @@ class LabelledTree(tree.Tree):
         return f"labels of {one_line(self.manifest)}: {super().describe()}"
 
 
-def load(address: str, inputs: str = INPUT_DIR, index_folder: Optional[str] = None) -> tuple[list[tree.Tree], bool]:
+def load(
+    address: str, inputs: str = INPUT_DIR, index_folder: Optional[str] = None
+) -> tuple[list[tree.Tree], bool]:
     """Return ([training, validation], False), or ([all], True) if no line is for EVAL.
 
     The pictures lie beside the manifest, or are fetched to `inputs` from the bucket that it names.
@@ -58,10 +63,14 @@ def load(address: str, inputs: str = INPUT_DIR, index_folder: Optional[str] = No
     while labelled:  # a million of them need memory once, not twice
         key, value = labelled.popitem()
         by_name[key[len(root) :].lstrip("/")] = value
-    folder = _folder_beside(os.path.dirname(path), root, by_name) or _fetch_pictures(address, schemes, root, by_name, inputs)
+    folder = _folder_beside(os.path.dirname(path), root, by_name) or _fetch_pictures(
+        address, schemes, root, by_name, inputs
+    )
     classes = sorted({label for label, _ in by_name.values()})
     if len(classes) == 1:
-        raise UserError(f"{one_line(address)} has one class, {one_line(classes[0])}: label pictures of another one, too")
+        raise UserError(
+            f"{one_line(address)} has one class, {one_line(classes[0])}: label pictures of another one, too"
+        )
     numbers = {label: number for number, label in enumerate(classes)}
     entries = [(numbers[label], name) for name, (label, _) in by_name.items()]
     entries.sort(key=lambda entry: (entry[0], os.path.split(entry[1])))
@@ -69,11 +78,16 @@ def load(address: str, inputs: str = INPUT_DIR, index_folder: Optional[str] = No
     for number, name in entries:
         digest.update(f"{number} {name}\n".encode())
     mtimes = {
-        subfolder: tree.mtime_ns(os.path.join(folder, subfolder)) for subfolder in sorted(set(map(os.path.dirname, by_name)))
+        subfolder: tree.mtime_ns(os.path.join(folder, subfolder))
+        for subfolder in sorted(set(map(os.path.dirname, by_name)))
     }
     state = [digest.hexdigest(), mtimes]
-    full_tree = tree.indexed(address, folder, classes, state, lambda _: entries, index_folder or inputs, _judge_if_exists)
-    full_tree = LabelledTree(**{**vars(full_tree), "left_out": {**full_tree.left_out, **left_out}}, manifest=address)
+    full_tree = tree.indexed(
+        address, folder, classes, state, lambda _: entries, index_folder or inputs, _judge_if_exists
+    )
+    full_tree = LabelledTree(
+        **{**vars(full_tree), "left_out": {**full_tree.left_out, **left_out}}, manifest=address
+    )
     is_held_out = np.array([by_name[name][1] for name in full_tree.names])
     if not is_held_out.any():
         return [full_tree], True
@@ -89,7 +103,7 @@ def _judge_if_exists(path: str) -> tree.Verdict:
     return tree.judge(path) if os.path.lexists(path) else "not there"
 
 
-# --- Where the pictures lie --------------------------------------------------------------------------------------------
+# --- Where the pictures lie ---------------------------------------------------------------------------------
 
 
 def _folder_beside(folder: str, root: str, names: Iterable[str]) -> Optional[str]:
@@ -98,20 +112,29 @@ def _folder_beside(folder: str, root: str, names: Iterable[str]) -> Optional[str
     probed_names = list(names)[:MAX_PROBED]
     candidates = (os.path.join(folder, *words[skip_count:]) for skip_count in range(len(words) + 1))
     return next(
-        (candidate for candidate in candidates if any(os.path.exists(os.path.join(candidate, name)) for name in probed_names)),
+        (
+            candidate
+            for candidate in candidates
+            if any(os.path.exists(os.path.join(candidate, name)) for name in probed_names)
+        ),
         None,
     )
 
 
 def _fetch_pictures(address: str, schemes: set[str], root: str, names: Labelled, inputs: str) -> str:
-    """Fetch the pictures from the bucket that the manifest names, or in which it is itself; return their folder."""
+    """Fetch the pictures from the bucket that the manifest names, or in which it is itself;
+    return their folder."""
     if not schemes and not is_bucket(address):
         first_name = one_line(next(iter(names)))
         raise UserError(
-            f"{one_line(address)}: {first_name} and the others are not in its folder: put it into the one that has them"
+            f"{one_line(address)}: {first_name} and the others are not in its folder: put it into the "
+            "one that has them"
         )
     if schemes and not root:
-        raise UserError(f"{one_line(address)} names pictures in several buckets: copy them into one, or into its own folder")
+        raise UserError(
+            f"{one_line(address)} names pictures in several buckets: copy them into one, or into its "
+            "own folder"
+        )
     if not schemes:
         url = os.path.join(os.path.dirname(address), root)
     elif is_bucket(address):
@@ -120,11 +143,14 @@ def _fetch_pictures(address: str, schemes: set[str], root: str, names: Labelled,
         url = f"{min(schemes)}://{root}"
     else:
         addresses = " and ".join(f"{scheme}://" for scheme in sorted(schemes))
-        raise UserError(f"{one_line(address)} names pictures in {addresses}: copy them into one bucket, or into its own folder")
+        raise UserError(
+            f"{one_line(address)} names pictures in {addresses}: copy them into one bucket, or into its "
+            "own folder"
+        )
     return storage.fetch(url, inputs=inputs, only=names)
 
 
-# --- What a line says --------------------------------------------------------------------------------------------------
+# --- What a line says ---------------------------------------------------------------------------------------
 
 
 class _Unusable(ValueError):
@@ -132,7 +158,8 @@ class _Unusable(ValueError):
 
 
 def _read(path: str, display_name: str) -> tuple[Labelled, dict[str, list[str]], set[str]]:
-    """Return the labelled pictures, {reason: those left out}, and the schemes of their addresses, empty if they are paths."""
+    """Return the labelled pictures, {reason: those left out}, and the schemes of their addresses,
+    empty if they are paths."""
     labelled: Labelled = {}
     left_out: dict[str, list[str]] = {}
     schemes = set()
@@ -154,7 +181,9 @@ def _read(path: str, display_name: str) -> tuple[Labelled, dict[str, list[str]],
         for entry in entries:
             if entry != known_entry:
                 both = f"{_shown_entry(*known_entry)} and {_shown_entry(*entry)}"
-                raise UserError(f"{display_name}, line {number}: {one_line(key)} is {both}: leave one of them")
+                raise UserError(
+                    f"{display_name}, line {number}: {one_line(key)} is {both}: leave one of them"
+                )
         schemes.add(scheme)
     if not labelled:
         reasons = ", ".join(f"{reason}: {len(names)}" for reason, names in left_out.items())
@@ -179,7 +208,9 @@ def _lines(path: str, display_name: str) -> Iterator[tuple[int, Any]]:
                 if line.strip():
                     yield number, line
     except OSError as error:
-        raise file_error(error, f"{display_name} cannot be read ({error.strerror}): give the path of a .manifest") from None
+        raise file_error(
+            error, f"{display_name} cannot be read ({error.strerror}): give the path of a .manifest"
+        ) from None
 
 
 def _parse_row(row: dict) -> tuple[str, list[str], str]:
@@ -236,7 +267,9 @@ def _wrong_task(label_type: object) -> str:
 
 def _split_address(source: str) -> tuple[str, str]:
     """Return (scheme, bucket and key) of an address, or ("", path)."""
-    scheme, _, key = source.partition("://") if is_address(source) else ("", "", source.removeprefix("./").lstrip("/"))
+    scheme, _, key = (
+        source.partition("://") if is_address(source) else ("", "", source.removeprefix("./").lstrip("/"))
+    )
     if scheme.lower() not in ("", "s3", "obs", "oss"):
         raise _Unusable(f"{source} is neither in a bucket (s3://, obs://, oss://) nor a path")
     if not is_fetchable_name(key):

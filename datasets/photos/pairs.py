@@ -1,7 +1,9 @@
-"""Pairs of pictures, a blurry one and its sharp partner: ROOT/{train,test}/{blurry,sharp}/SUB/IMAGE, or img and gt.
+"""Pairs of pictures, a blurry one and its sharp partner: ROOT/{train,test}/{blurry,sharp}/SUB/IMAGE,
+or img and gt.
 
-Partners have the same path below their folders. Both are resized and cropped alike, in training at random and with flips, by
-numbers that depend on seed, epoch and pair alone. A batch is 2N pictures, the blurry ones first.
+Partners have the same path below their folders. Both are resized and cropped alike, in training at random and
+with flips, by numbers that depend on seed, epoch and pair alone. A batch is 2N pictures, the blurry ones
+first.
 """
 
 import os
@@ -26,9 +28,12 @@ SYNTHETIC_SIZE = 72
 
 
 class Pairs:
-    """The pairs of a split, resized to the height `resize` (0: as they are), and larger if the crop would not fit."""
+    """The pairs of a split, resized to the height `resize` (0: as they are),
+    and larger if the crop would not fit."""
 
-    def __init__(self, folder: str, resize: int, crop: int, train: bool, seed: int, megapixels: int = files.MEGAPIXELS) -> None:
+    def __init__(
+        self, folder: str, resize: int, crop: int, train: bool, seed: int, megapixels: int = files.MEGAPIXELS
+    ) -> None:
         self.folder = folder
         self.resize = resize
         self.crop = crop
@@ -48,7 +53,9 @@ class Pairs:
                 self.names.append(name)
                 rows.append((pair[0][0] or pair[1][0], *pair[0][1:]))
         if not rows:
-            raise UserError(f"{one_line(folder)} holds no pair that can be read: a data set of pairs has {LAYOUT}")
+            raise UserError(
+                f"{one_line(folder)} holds no pair that can be read: a data set of pairs has {LAYOUT}"
+            )
         special, self.widths, self.heights = (np.array(column) for column in zip(*rows))
         self.special = special.astype(bool)
         self._substitutes = decode.Substitutes("pairs", SUBSTITUTES)
@@ -77,8 +84,11 @@ class Pairs:
         list_digest = digests.digest_of(self.names, self.widths, self.heights)
         return {"list": list_digest, **digests.digest_of_checksums(len(self), self._crc)}
 
-    def __getitem__(self, epoch_and_ids: tuple[int, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (images, ids, ids) of a batch: where other data sets have labels, pairs have their ids again."""
+    def __getitem__(
+        self, epoch_and_ids: tuple[int, np.ndarray]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (images, ids, ids) of a batch: where other data sets have labels,
+        pairs have their ids again."""
         epoch, ids = epoch_and_ids
         images = self.empty_batch(len(ids))
         for position, number in enumerate(ids):
@@ -87,19 +97,25 @@ class Pairs:
 
     def empty_batch(self, count: int) -> torch.Tensor:
         """Return uninitialised memory for `count` pairs: first all blurry pictures, then all sharp ones."""
-        return torch.empty((2 * count, 3, self.crop, self.crop), dtype=torch.uint8, memory_format=torch.channels_last)
+        return torch.empty(
+            (2 * count, 3, self.crop, self.crop), dtype=torch.uint8, memory_format=torch.channels_last
+        )
 
     def geometry(self, ids: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return, for each pair, its resized (height, width), (top, left) of its crop, and its (vertical, horizontal) flips."""
+        """Return, for each pair, its resized (height, width), (top, left) of its crop,
+        and its (vertical, horizontal) flips."""
         heights = self.heights[ids].astype(np.int64)
         widths = self.widths[ids].astype(np.int64)
         crop = self.crop
         scale = self.resize / heights if self.resize else np.ones(len(ids))
         scale = np.maximum(scale, np.maximum(crop / heights, crop / widths))  # enlarged until the crop fits
-        sizes = np.maximum(np.rint(np.stack([heights, widths], axis=1) * scale[:, None]).astype(np.int64), crop)
+        sizes = np.maximum(
+            np.rint(np.stack([heights, widths], axis=1) * scale[:, None]).astype(np.int64), crop
+        )
         if not self.train:
             return sizes, (sizes - crop) // 2, np.zeros((len(ids), 2), bool)
-        draws = np.ascontiguousarray(uniform(ids, self.seed, epoch, range(4)).T)  # DALI needs contiguous arrays
+        # DALI needs contiguous arrays
+        draws = np.ascontiguousarray(uniform(ids, self.seed, epoch, range(4)).T)
         return sizes, (draws[:, :2] * (sizes - crop + 1)).astype(np.int64), draws[:, 2:] < 0.5
 
     def _pair(self, number: int, epoch: int) -> Any:
@@ -107,12 +123,17 @@ class Pairs:
 
         def decode_pair(candidate: int) -> Any:
             (size,), (corner,), (flips,) = self.geometry(np.array([candidate]), epoch)
-            pictures = [decode.decode(content, bool(self.special[candidate]), None) for content in self.read(candidate)]
+            pictures = [
+                decode.decode(content, bool(self.special[candidate]), None)
+                for content in self.read(candidate)
+            ]
             return [self.cut(picture, size, corner, flips) for picture in pictures]
 
         return self._substitutes.decode(number, len(self), decode_pair, self.name)[1]
 
-    def cut(self, picture: torch.Tensor, size: np.ndarray, corner: np.ndarray, flips: np.ndarray) -> torch.Tensor:
+    def cut(
+        self, picture: torch.Tensor, size: np.ndarray, corner: np.ndarray, flips: np.ndarray
+    ) -> torch.Tensor:
         """Resize, crop and flip one decoded picture of a pair."""
         height, width = map(int, size)
         if tuple(picture.shape[1:]) != (height, width):
@@ -145,7 +166,8 @@ class SyntheticPairs(Pairs):
 
 
 def find(folder: str) -> tuple[tuple[str, str], list[str]]:
-    """Return ((blurry folder, sharp folder), paths below both); UserError if either is missing, or a picture's partner."""
+    """Return ((blurry folder, sharp folder), paths below both); UserError if either is missing,
+    or a picture's partner."""
     for sides in FOLDERS:
         if all(os.path.isdir(os.path.join(folder, side)) for side in sides):
             names = [set(files.images_below(os.path.join(folder, side))) for side in sides]
@@ -160,7 +182,8 @@ def find(folder: str) -> tuple[tuple[str, str], list[str]]:
                     raise UserError(f"{text}: add what is missing")
             return sides, sorted(names[0])
     raise UserError(
-        f"{one_line(folder)} has neither the folders blurry and sharp nor img and gt: a data set of pairs has {LAYOUT}"
+        f"{one_line(folder)} has neither the folders blurry and sharp nor img and gt: a data set of "
+        f"pairs has {LAYOUT}"
     )
 
 

@@ -1,4 +1,5 @@
-"""Log the warnings of Pillow and libtiff about pictures that they can still read: one line for a file, with its name."""
+"""Log the warnings of Pillow and libtiff about pictures that they can still read: one line for a file,
+with its name."""
 
 import contextlib
 import ctypes
@@ -25,7 +26,8 @@ _default_handler: Any = warnings.showwarning  # the handler of all other warning
 
 @contextlib.contextmanager
 def report_warnings(name: Callable[[], str], report: Callable[[str], None] = warn) -> Iterator[None]:
-    """Report the first warning inside `with` under name(), once per name and for MOST names; nothing if the code raises."""
+    """Report the first warning inside `with` under name(), once per name and for MOST names;
+    nothing if the code raises."""
     _listen_to_warnings()
     previous = getattr(_THREAD, "messages", None)
     _THREAD.messages = []
@@ -54,11 +56,12 @@ def _report_once(name: str, messages: list[str], report: Callable[[str], None]) 
     report(text)
 
 
-# --- Pillow ------------------------------------------------------------------------------------------------------------
+# --- Pillow -------------------------------------------------------------------------------------------------
 
 
 def _listen_to_warnings() -> None:
-    """Direct Python's warnings to _show(); called for each picture, because the end of a catch_warnings() block undoes it."""
+    """Direct Python's warnings to _show(); called for each picture,
+    because the end of a catch_warnings() block undoes it."""
     global _default_handler
     if warnings.showwarning is not _show:
         _default_handler = warnings.showwarning
@@ -77,12 +80,13 @@ def _show(message: object, *args: object, **kwargs: Any) -> None:
             vars(module).get("__warningregistry__", {}).clear()
 
 
-# --- libtiff -----------------------------------------------------------------------------------------------------------
+# --- libtiff ------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def listen_to_libtiff() -> None:
-    """Receive libtiff's messages here and in forks, unless Pillow was built without libtiff or hides its functions."""
+    """Receive libtiff's messages here and in forks, unless Pillow was built without libtiff or hides its
+    functions."""
     from PIL import Image
 
     try:
@@ -96,8 +100,9 @@ def listen_to_libtiff() -> None:
 
 
 def _receive_from_libtiff(module: Optional[bytes], text_format: bytes, values: int) -> None:
-    """Keep a message of libtiff for the picture that this thread decodes, or else print it. `values`: a va_list of C, of
-    what belongs into the format."""
+    """Keep a message of libtiff for the picture that this thread decodes, or else print it.
+
+    `values`: a va_list of C, of what belongs into the format."""
     buffer = ctypes.create_string_buffer(LONGEST)
     ctypes.CDLL(None).vsnprintf(buffer, LONGEST, text_format, ctypes.c_void_p(values))
     message = f"{(module or b'libtiff').decode(errors='replace')}: {buffer.value.decode(errors='replace')}"
@@ -109,4 +114,6 @@ def _receive_from_libtiff(module: Optional[bytes], text_format: bytes, values: i
 
 
 # libtiff's TIFFErrorHandler. It is kept here, as libtiff holds no reference to it.
-_LIBTIFF_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)(_receive_from_libtiff)
+_LIBTIFF_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)(
+    _receive_from_libtiff
+)

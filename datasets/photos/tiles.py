@@ -1,8 +1,10 @@
-"""JPEGs that can be decoded in part: each tile lies between two restart markers, and a table in the file states its place.
+"""JPEGs that can be decoded in part: each tile lies between two restart markers,
+and a table in the file states its place.
 
-`python -m launch pack --form tiled` makes them with jpegtran, which does not change the pixels. Every reader of JPEG can read
-them. Here the tiles that a window touches are joined to a small JPEG. The table, an APP9 segment, has a checksum of the header
-and of each row of tiles, so that only the rows that are read are checked.
+`python -m launch pack --form tiled` makes them with jpegtran, which does not change the pixels. Every reader
+of JPEG can read them. Here the tiles that a window touches are joined to a small JPEG. The table, an APP9
+segment, has a checksum of the header and of each row of tiles, so that only the rows that are read are
+checked.
 """
 
 import contextlib
@@ -17,9 +19,11 @@ from common.errors import UserError
 from datasets.crc import crc32
 from datasets.photos import jpeg
 
-TILE_COLUMNS = 4  # width of a tile in MCUs (blocks coded together): wide enough for a small file, narrow enough for a window
+# width of a tile in MCUs (blocks coded together): wide enough for a small file, narrow enough for a window
+TILE_COLUMNS = 4
 NAME = b"anyrank tiles\0"
-# Checksum of the rest and of the header; offsets of SOF and data; rows and columns of tiles, height and width of one.
+# Checksum of the rest and of the header; offsets of SOF and data; rows and columns of tiles, height and width
+# of one.
 PLACES = struct.Struct("<IIIHHHH")
 BEGIN = 2 + 2 + 2 + len(NAME)  # offset of PLACES in the file
 LONGEST_TABLE = 65_000
@@ -45,15 +49,17 @@ def require_jpegtran() -> None:
     """Raise a UserError if the program jpegtran is not installed."""
     if not shutil.which("jpegtran"):
         raise UserError(
-            "--form tiled needs the program jpegtran: install it (apt-get install libjpeg-turbo-progs), or give --form original"
+            "--form tiled needs the program jpegtran: install it (apt-get install "
+            "libjpeg-turbo-progs), or give --form original"
         )
 
 
-# --- Making them -------------------------------------------------------------------------------------------------------
+# --- Making them --------------------------------------------------------------------------------------------
 
 
 def cut_into_tiles(content: bytes) -> bytes:
-    """Return the JPEG cut into tiles, with the table of their places; raise NotTiled if that cannot be done."""
+    """Return the JPEG cut into tiles, with the table of their places;
+    raise NotTiled if that cannot be done."""
     original = layout(content)
     for columns in _tile_columns(-(-original.width // original.block_width)):
         candidate = _run_jpegtran(content, "-restart", f"{columns}B")
@@ -73,7 +79,8 @@ def same_coefficients(content: bytes, other_content: bytes) -> bool:
 
 
 def _tile_columns(blocks: int) -> list[int]:
-    """Return divisors of the number of blocks in a row: the one nearest to TILE_COLUMNS first, then larger ones."""
+    """Return divisors of the number of blocks in a row: the one nearest to TILE_COLUMNS first,
+    then larger ones."""
     divisors = [number for number in range(1, blocks + 1) if blocks % number == 0]
     best = min(divisors, key=lambda number: abs(np.log(number / TILE_COLUMNS)))
     return [number for number in divisors if number >= best]
@@ -81,19 +88,27 @@ def _tile_columns(blocks: int) -> list[int]:
 
 def _run_jpegtran(content: bytes, *options: str) -> bytes:
     """Return what jpegtran makes of a JPEG; NotTiled if it says anything about damage."""
-    completed = subprocess.run(["jpegtran", "-copy", "none", "-optimize", *options], input=content, capture_output=True)
+    completed = subprocess.run(
+        ["jpegtran", "-copy", "none", "-optimize", *options], input=content, capture_output=True
+    )
     if completed.returncode or completed.stderr:  # damage may be only a warning
         raise NotTiled(completed.stderr.decode(errors="replace")[:200])
     return completed.stdout
 
 
 def _table(content: bytes, frame: Layout, columns: int) -> Optional[bytes]:
-    """Return the APP9 segment's content; None if it or a tile would be too long. NotTiled if there are several scans."""
+    """Return the APP9 segment's content; None if it or a tile would be too long.
+
+    NotTiled if there are several scans.
+    """
     view = memoryview(content)[frame.data :]
     codes = np.frombuffer(view, np.uint8)
     marks = np.flatnonzero((codes[:-1] == 0xFF) & (codes[1:] != 0))
     codes_of_marks = codes[marks + 1]
-    if codes_of_marks[-1] != 0xD9 or not ((codes_of_marks[:-1] >= 0xD0) & (codes_of_marks[:-1] <= 0xD7)).all():
+    if (
+        codes_of_marks[-1] != 0xD9
+        or not ((codes_of_marks[:-1] >= 0xD0) & (codes_of_marks[:-1] <= 0xD7)).all()
+    ):
         raise NotTiled("there is more than one picture or scan in it")
     lengths = np.diff(marks, prepend=-2) - 2
     rows = -(-frame.height // frame.block_height)
@@ -106,14 +121,22 @@ def _table(content: bytes, frame: Layout, columns: int) -> Optional[bytes]:
     ends = np.cumsum(lengths + 2).reshape(rows, tiles_per_row)[:, -1].tolist()
     checksums = [crc32(view[begin:end]) for begin, end in zip([0, *ends], ends)]
     shift = 4 + size  # the segment goes before all that follows the first two bytes
-    places = (frame.sof + shift, frame.data + shift, rows, tiles_per_row, frame.block_height, columns * frame.block_width)
+    places = (
+        frame.sof + shift,
+        frame.data + shift,
+        rows,
+        tiles_per_row,
+        frame.block_height,
+        columns * frame.block_width,
+    )
     row_data = np.array(checksums, "<u4").tobytes() + lengths.astype("<u2").tobytes()
     checksum = crc32(content[2 : frame.data], crc32(PLACES.pack(0, *places) + row_data))
     return NAME + PLACES.pack(checksum, *places) + row_data
 
 
 def layout(content: bytes) -> Layout:
-    """Find the frame header, the coded data and the sizes in a JPEG; raise NotTiled if it is of an unusual kind, or damaged."""
+    """Find the frame header, the coded data and the sizes in a JPEG;
+    raise NotTiled if it is of an unusual kind, or damaged."""
     frame = None
     with contextlib.suppress(EOFError, IndexError, struct.error):
         for kind, at in jpeg.segments(content):
@@ -138,7 +161,7 @@ def _layout_of_frame(content: bytes, frame: int, data: int) -> Layout:
     return Layout(frame, data, height, width, 8 * blocks_high, 8 * blocks_wide)
 
 
-# --- Reading them ------------------------------------------------------------------------------------------------------
+# --- Reading them -------------------------------------------------------------------------------------------
 
 
 def is_tiled(content: bytes) -> bool:
@@ -149,7 +172,10 @@ Box = tuple[int, int, int, int]  # top, left, bottom, right, in pixels
 
 
 class _Table(NamedTuple):
-    """The table in front of a tiled JPEG, and what follows from it. Places are numbers of bytes from the file's begin."""
+    """The table in front of a tiled JPEG, and what follows from it.
+
+    Places are numbers of bytes from the file's begin.
+    """
 
     end: int  # where the JPEG's own header goes on behind the table
     sof: int  # where the frame header is, which states the size
@@ -162,7 +188,8 @@ class _Table(NamedTuple):
 
 
 def cut_out(content: bytes, box: Box) -> tuple[bytes, Box]:
-    """Return (JPEG of the tiles that the box needs, the box's place in that JPEG); ValueError if a checksum differs."""
+    """Return (JPEG of the tiles that the box needs, the box's place in that JPEG);
+    ValueError if a checksum differs."""
     table = _read_table(content)
     rows, columns = table.ends.shape
     top, left, bottom, right = box
@@ -172,7 +199,8 @@ def cut_out(content: bytes, box: Box) -> tuple[bytes, Box]:
     first_column = max(0, (left - 1) // table.tile_width)
     end_column = min(columns, right // table.tile_width + 1)
     if first_column == columns - 1 and first_column:
-        first_column -= 1  # the last one may be so narrow that libjpeg would interpolate its colours in another way
+        # the last one may be so narrow that libjpeg would interpolate its colours in another way
+        first_column -= 1
     _check_rows(content, table, first_row, end_row)
     joined = _joined(content, table, slice(first_row, end_row), slice(first_column, end_column))
     first_y = first_row * table.tile_height
@@ -190,11 +218,14 @@ def _read_table(content: bytes) -> _Table:
     if crc32(content[end:data], crc32(without_checksum)) != checksum:
         raise ValueError("its header is damaged")
     row_checksums = np.frombuffer(content, "<u4", rows, begin)
-    lengths = np.frombuffer(content, "<u2", rows * columns, lengths_begin).astype(np.int64) + 2  # with the marker
+    # with the marker
+    lengths = np.frombuffer(content, "<u2", rows * columns, lengths_begin).astype(np.int64) + 2
     ends = data + np.cumsum(lengths)
     begins = ends - lengths
     shape = (rows, columns)
-    return _Table(end, sof, data, tile_height, tile_width, row_checksums, begins.reshape(shape), ends.reshape(shape))
+    return _Table(
+        end, sof, data, tile_height, tile_width, row_checksums, begins.reshape(shape), ends.reshape(shape)
+    )
 
 
 def _check_rows(content: bytes, table: _Table, first_row: int, end_row: int) -> None:
@@ -209,7 +240,8 @@ def _check_rows(content: bytes, table: _Table, first_row: int, end_row: int) -> 
 
 
 def _joined(content: bytes, table: _Table, rows: slice, columns: slice) -> bytes:
-    """Return the JPEG of these tiles: the header with their size, and their data with the markers numbered anew."""
+    """Return the JPEG of these tiles: the header with their size,
+    and their data with the markers numbered anew."""
     view = memoryview(content)
     height, width = struct.unpack_from(">HH", content, table.sof + 5)
     pixels_high = min(height, rows.stop * table.tile_height) - rows.start * table.tile_height
@@ -222,6 +254,7 @@ def _joined(content: bytes, table: _Table, rows: slice, columns: slice) -> bytes
     joined = bytearray().join([*head, *row_data])
     marker_ends = np.cumsum((ends - begins).ravel())  # in the data: each tile ends with its marker
     codes = np.frombuffer(joined, np.uint8)[len(joined) - int(marker_ends[-1]) :]
-    codes[marker_ends - 1] = 0xD0 + (np.arange(len(marker_ends)) & 7)  # restart markers are numbered from 0 again
+    # restart markers are numbered from 0 again
+    codes[marker_ends - 1] = 0xD0 + (np.arange(len(marker_ends)) & 7)
     codes[-1] = 0xD9
     return bytes(joined)

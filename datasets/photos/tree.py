@@ -1,9 +1,11 @@
-"""The photographs of ROOT/{train,val}/CLASS/*.JPEG as a list of samples. Each file is judged once, by its header and end.
+"""The photographs of ROOT/{train,val}/CLASS/*.JPEG as a list of samples.
 
-Classes and files are sorted as in torchvision's ImageFolder, so labels agree. A file that cannot be a picture is left out and
-counted. A file that decoders read differently (CMYK, 16 bits, an odd header, anything but JPEG and PNG) is marked, and every
-loader uses the same decoder for it. An index keeps the verdicts and sizes. It is made again when a class folder, or a file that
-was left out, has changed.
+Each file is judged once, by its header and end.
+
+Classes and files are sorted as in torchvision's ImageFolder, so labels agree. A file that cannot be a picture
+is left out and counted. A file that decoders read differently (CMYK, 16 bits, an odd header, anything but
+JPEG and PNG) is marked, and every loader uses the same decoder for it. An index keeps the verdicts and sizes.
+It is made again when a class folder, or a file that was left out, has changed.
 """
 
 import dataclasses
@@ -69,10 +71,16 @@ class Tree:
         return os.path.join(self.folder, self.names[number])
 
     def prefetch(self, numbers: Iterable[int]) -> None:
-        """Prepare to read these samples now. This does nothing here; a tree with a cache fetches them together."""
+        """Prepare to read these samples now.
+
+        This does nothing here; a tree with a cache fetches them together.
+        """
 
     def announced(self, batches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield the batches of numbers. A pack that arrives looks ahead, and brings first what will be read next."""
+        """Yield the batches of numbers.
+
+        A pack that arrives looks ahead, and brings first what will be read next.
+        """
         return iter(batches)
 
     def read(self, number: int) -> bytes:
@@ -106,12 +114,16 @@ class Tree:
         return dataclasses.replace(self, names=[self.names[number] for number in numbers], **arrays)
 
     def without_larger(self, megapixels: int) -> "Tree":
-        """Return a tree in which photographs above `megapixels` million pixels are left out; UserError if all are larger."""
+        """Return a tree in which photographs above `megapixels` million pixels are left out;
+        UserError if all are larger."""
         is_large = self.widths.astype(np.int64) * self.heights > megapixels * 10**6
         if not is_large.any():
             return self
         if is_large.all():
-            raise UserError(f"{self.folder}: every image has more than --max_megapixels {megapixels} million pixels: give more")
+            raise UserError(
+                f"{self.folder}: every image has more than --max_megapixels {megapixels} million "
+                "pixels: give more"
+            )
         names = [self.names[number] for number in np.flatnonzero(is_large)]
         left_out = {**self.left_out, f"more than {megapixels} million pixels (--max_megapixels)": names}
         return dataclasses.replace(self.pick(np.flatnonzero(~is_large)), left_out=left_out)
@@ -127,7 +139,8 @@ class Tree:
 
 
 def load(folder: str, index_folder: str = INPUT_DIR) -> Tree:
-    """Return the tree below `folder`, from its index, which is made once per node if it is missing or outdated."""
+    """Return the tree below `folder`, from its index, which is made once per node if it is missing or
+    outdated."""
     require_folder("the folder", folder, "give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it")
     classes = files.classes(folder)
 
@@ -148,15 +161,17 @@ def load(folder: str, index_folder: str = INPUT_DIR) -> Tree:
     )
 
 
-# --- The index ---------------------------------------------------------------------------------------------------------
+# --- The index ----------------------------------------------------------------------------------------------
 
 
 def indexed(
     source: str, folder: str, classes: list[str], state: object, list_files: ListFiles, index_folder: str,
     judge_file: JudgeFile = lambda path: judge(path),
 ) -> Tree:  # fmt: skip
-    """Return the tree of the files below `folder` that list_files() names. It is read from the index of `source`, which is
-    made once per node if it is missing or of another `state`."""
+    """Return the tree of the files below `folder` that list_files() names.
+
+    It is read from the index of `source`, which is made once per node if it is missing or of another
+    `state`."""
     signature = _signature(folder, state)
     name = hashlib.sha256(os.fsencode(os.path.realpath(source))).hexdigest()[:16]
     path = os.path.join(index_folder, "index", f"{name}.npz")
@@ -164,10 +179,14 @@ def indexed(
     def read_tree() -> Optional[Tree]:
         return _read(path, folder, classes, signature)
 
-    once.once_per_node(path, lambda lease: read_tree() or _write(path, folder, signature, list_files, judge_file, lease))
+    once.once_per_node(
+        path, lambda lease: read_tree() or _write(path, folder, signature, list_files, judge_file, lease)
+    )
     tree = read_tree()
     if tree is None:
-        raise UserError(f"{folder} has changed while it was indexed: start again when its files stay as they are")
+        raise UserError(
+            f"{folder} has changed while it was indexed: start again when its files stay as they are"
+        )
     return tree
 
 
@@ -200,12 +219,16 @@ class _Judged(NamedTuple):
     mtimes: dict[str, int]  # {file that was left out for its content: when it was changed, in ns}
 
 
-def _write(path: str, folder: str, signature: str, list_files: ListFiles, judge_file: JudgeFile, lease: once.Lease) -> None:
+def _write(
+    path: str, folder: str, signature: str, list_files: ListFiles, judge_file: JudgeFile, lease: once.Lease
+) -> None:
     """Judge all files, and write the index; UserError if none of them can be read."""
     judged = _judge_all(folder, list_files, judge_file, lease)
     if not judged.rows:
         reasons = ", ".join(f"{reason}: {len(names)}" for reason, names in judged.left_out.items())
-        raise UserError(f"{folder} holds no image that can be read ({reasons or 'no file has the extension of one'})")
+        raise UserError(
+            f"{folder} holds no image that can be read ({reasons or 'no file has the extension of one'})"
+        )
     names, labels, special, widths, heights = zip(*judged.rows)
     mtimes = [judged.mtimes[name] for name in _judged_names(judged.left_out)]
     stored = {
@@ -250,7 +273,8 @@ def _judge_all(folder: str, list_files: ListFiles, judge_file: JudgeFile, lease:
 
 
 def _judged_names(left_out: dict[str, list[str]]) -> list[str]:
-    """Return the files that were left out for their content, not for their name: if one changes, the index is made again."""
+    """Return the files that were left out for their content, not for their name: if one changes,
+    the index is made again."""
     return [name for reason, names in left_out.items() if not reason.startswith(BY_NAME) for name in names]
 
 
@@ -266,11 +290,12 @@ def _bytes(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
 
 
-# --- Judging one file --------------------------------------------------------------------------------------------------
+# --- Judging one file ---------------------------------------------------------------------------------------
 
 
 def judge(path: str) -> Verdict:
-    """Return the reason to leave a file out, or (GOOD or SPECIAL, width, height); UserError or TrainingFailed if unreadable."""
+    """Return the reason to leave a file out, or (GOOD or SPECIAL, width, height);
+    UserError or TrainingFailed if unreadable."""
     try:
         with files.open_limited(path) as file:
             return judge_open(file, path)

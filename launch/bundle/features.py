@@ -1,6 +1,8 @@
-"""What of a job's modules an option alone needs: a bundle has it if it is asked for, or if the job is no job without it.
+"""What of a job's modules an option alone needs: a bundle has it if it is asked for,
+or if the job is no job without it.
 
-In the place of a module that is left out is one that ends the job, with the command that makes a bundle with it.
+In the place of a module that is left out is one that ends the job, with the command that makes a bundle with
+it.
 """
 
 import re
@@ -23,7 +25,12 @@ class Feature(NamedTuple):
 
 FEATURES = {
     "buckets": Feature(
-        ("common.storage.bucket", "common.storage.download", "common.storage.upload", "common.checkpoints.run_bucket"),
+        (
+            "common.storage.bucket",
+            "common.storage.download",
+            "common.storage.upload",
+            "common.checkpoints.run_bucket",
+        ),
         "(s3|obs|oss)://",
         package=OF_ADDRESSES,
         implied_by="common.storage",
@@ -49,23 +56,30 @@ raise UserError({text!r})
 
 def of_options(options: Sequence[str]) -> set[str]:
     """Return the features that a job with these options needs."""
-    return {name for name, feature in FEATURES.items() if re.search(feature.option_pattern, " ".join(options))}
+    return {
+        name for name, feature in FEATURES.items() if re.search(feature.option_pattern, " ".join(options))
+    }
 
 
 def named(names: Collection[str]) -> set[str]:
     """Return the features with these names, of which "all" is every one; UserError for an unknown name."""
     if unknown := sorted(set(names) - {"all", *FEATURES}):
-        raise UserError(f"--with {one_line(unknown[0])}: there is no such feature; give all, or some of {','.join(FEATURES)}")
+        raise UserError(
+            f"--with {one_line(unknown[0])}: there is no such feature; give all, or some of "
+            f"{','.join(FEATURES)}"
+        )
     return set(FEATURES) if "all" in names else set(names)
 
 
 def packages(names: Collection[str]) -> set[str]:
-    """Return the packages that the features with these names cannot do without; "all" has none, as no job uses all."""
+    """Return the packages that the features with these names cannot do without; "all" has none,
+    as no job uses all."""
     return {FEATURES[name].package for name in names if name != "all"} - {""}
 
 
 def left_out(job: Path, included: Collection[str]) -> dict[str, str]:
-    """Return {file: feature} of the modules of features that are neither in `included` nor needed by the job."""
+    """Return {file: feature} of the modules of features that are neither in `included` nor needed by the
+    job."""
     names = set(FEATURES) - set(included)
     while needed := _needed(job, _entries(names)):
         names -= needed
@@ -74,8 +88,12 @@ def left_out(job: Path, included: Collection[str]) -> dict[str, str]:
 
 
 def stubs(job: Path, included: Collection[str]) -> dict[str, str]:
-    """Return {file: source} of the modules that replace those that are left out, and raise UserError when imported."""
-    return {file: STUB.format(text=_refusal(job, name, included)) for file, name in left_out(job, included).items()}
+    """Return {file: source} of the modules that replace those that are left out,
+    and raise UserError when imported."""
+    return {
+        file: STUB.format(text=_refusal(job, name, included))
+        for file, name in left_out(job, included).items()
+    }
 
 
 def _entries(names: Iterable[str]) -> dict[str, str]:
@@ -90,13 +108,18 @@ def _entries(names: Iterable[str]) -> dict[str, str]:
 
 
 def _needed(job: Path, entries: Mapping[str, str]) -> set[str]:
-    """Return those features of `entries` that the job itself imports anywhere, or another module as soon as it is imported."""
+    """Return those features of `entries` that the job itself imports anywhere,
+    or another module as soon as it is imported."""
     job_imports = set(imports.names_in(job))
     imported = set(job_imports)
     for file in imports.modules_of(job, without=entries):
         imported.update(imports.names_in(imports.path_of(file), at_once=True))
     needed = {entries[file] for name in imported for file in imports.files_of(name) if file in entries}
-    implied = {name for name in entries.values() if (package := FEATURES[name].implied_by) and _any_is_in(package, job_imports)}
+    implied = {
+        name
+        for name in entries.values()
+        if (package := FEATURES[name].implied_by) and _any_is_in(package, job_imports)
+    }
     return needed | implied
 
 
@@ -109,5 +132,6 @@ def _refusal(job: Path, name: str, included: Collection[str]) -> str:
     path = job.resolve()
     shown_path = path.relative_to(imports.ROOT) if imports.ROOT in path.parents else path.name
     return (
-        f"{name} is not in this bundle: make another with python -m launch bundle {shlex.quote(str(shown_path))} --with {names}"
+        f"{name} is not in this bundle: make another with python -m launch bundle "
+        f"{shlex.quote(str(shown_path))} --with {names}"
     )

@@ -1,4 +1,5 @@
-"""Find what a job imports without starting it: our modules, which a bundle contains, and packages, which it asks for."""
+"""Find what a job imports without starting it: our modules, which a bundle contains, and packages,
+which it asks for."""
 
 import ast
 import functools
@@ -43,9 +44,12 @@ def modules_of(job: Union[str, Path], without: Collection[str] = ()) -> list[str
 
 @functools.lru_cache(maxsize=1)
 def option_names(job: Union[str, Path]) -> list[str]:
-    """Return each NAME for which the job or its modules have a string --NAME: the job's options, and a few other words."""
+    """Return each NAME for which the job or its modules have a string --NAME: the job's options,
+    and a few other words."""
     paths = [Path(job), *(path_of(module_path) for module_path in modules_of(job))]
-    return sorted({name for path in paths for text in _texts_in(path) for name in re.findall(r"^--([A-Za-z]\w*)", text)})
+    return sorted(
+        {name for path in paths for text in _texts_in(path) for name in re.findall(r"^--([A-Za-z]\w*)", text)}
+    )
 
 
 def _nodes(path: Path) -> list[ast.AST]:
@@ -59,13 +63,17 @@ def _parse(source: str, name: str) -> list[ast.AST]:
 
 
 def _texts_in(path: Path) -> list[str]:
-    return [node.value for node in _nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [
+        node.value for node in _nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
 
 
 def names_in(path: Path, at_once: bool = False) -> Iterator[str]:
-    """Yield the dotted names that a file imports, each a module or a name in one; UserError for a relative import.
+    """Yield the dotted names that a file imports, each a module or a name in one;
+    UserError for a relative import.
 
-    `at_once`: only those that are imported with the file itself, and not when one of its functions is called, or for types.
+    `at_once`: only those that are imported with the file itself, and not when one of its functions is called,
+    or for types.
     """
     nodes = _nodes(path)
     skipped = {inner for node in nodes if at_once and _is_skipped_at_import(node) for inner in ast.walk(node)}
@@ -77,8 +85,8 @@ def names_in(path: Path, at_once: bool = False) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 raise UserError(
-                    f"{one_line(path)}:{node.lineno}: `{ast.unparse(node)}` is a relative import, which does not work in a "
-                    "bundle: import it by its full name, such as common.files"
+                    f"{one_line(path)}:{node.lineno}: `{ast.unparse(node)}` is a relative import, which does "
+                    "not work in a bundle: import it by its full name, such as common.files"
                 )
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
@@ -86,12 +94,17 @@ def names_in(path: Path, at_once: bool = False) -> Iterator[str]:
 def has_our_import(statement: ast.stmt) -> bool:
     """Whether a module of ours is imported in this statement."""
     inner = [node for node in ast.walk(statement) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    names = [node.module if isinstance(node, ast.ImportFrom) else alias.name for node in inner for alias in node.names]
+    names = [
+        node.module if isinstance(node, ast.ImportFrom) else alias.name
+        for node in inner
+        for alias in node.names
+    ]
     return any(str(name).split(".")[0] in OURS for name in names)
 
 
 def _is_skipped_at_import(node: ast.AST) -> bool:
-    """Return whether Python skips the body of this node when it imports the file: a function, or imports for types."""
+    """Return whether Python skips the body of this node when it imports the file: a function,
+    or imports for types."""
     is_for_types = isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING"
     return is_for_types or isinstance(node, FUNCTIONS)
 
@@ -107,7 +120,8 @@ def files_of(name: str) -> list[str]:
 
 
 def require_bundled_imports(job: Path) -> None:
-    """Raise UserError for imports that a bundle would lack: from the job's folder, or from ROOT beside common and datasets."""
+    """Raise UserError for imports that a bundle would lack: from the job's folder,
+    or from ROOT beside common and datasets."""
     for path in (job, *(path_of(module_path) for module_path in modules_of(job))):
         for name in sorted({name.split(".")[0] for name in names_in(path)}):
             for folder in {job.parent.resolve(), ROOT}:
@@ -130,7 +144,9 @@ def packages_in(path: Path) -> set[str]:
 def _is_in_stdlib(name: str) -> bool:
     spec = PathFinder.find_spec(name)
     origin = Path(spec.origin) if spec and spec.origin else Path()
-    return Path(sysconfig.get_path("stdlib")) in origin.parents and not {"site-packages", "dist-packages"} & {*origin.parts}
+    return Path(sysconfig.get_path("stdlib")) in origin.parents and not {"site-packages", "dist-packages"} & {
+        *origin.parts
+    }
 
 
 def files_beside(path: Path) -> list[Path]:
@@ -138,7 +154,9 @@ def files_beside(path: Path) -> list[Path]:
 
     [] unless the module uses __file__ or the like.
     """
-    source = "".join(line for line in path.read_text(encoding="utf-8").splitlines(True) if not line.startswith("sys.path."))
+    source = "".join(
+        line for line in path.read_text(encoding="utf-8").splitlines(True) if not line.startswith("sys.path.")
+    )
     if not READS_BESIDE.search(source):
         return []
     named = [path.parent / text for text in _texts_in(path) if re.fullmatch(r"\w[\w./-]*", text)]
@@ -146,5 +164,7 @@ def files_beside(path: Path) -> list[Path]:
     for entry in named:
         files = [entry] if entry.is_file() else entry.rglob("*")
         matches.update(file for file in files if file.is_file())
-    hidden = {file for file in matches if any(part.startswith(".") for part in file.relative_to(path.parent).parts)}
+    hidden = {
+        file for file in matches if any(part.startswith(".") for part in file.relative_to(path.parent).parts)
+    }
     return sorted(file for file in matches - hidden if file.suffix not in (".py", ".pyc"))

@@ -1,12 +1,14 @@
-"""Export a trained network as a folder: the network, its weights, the preprocessing of a photograph, and the classes.
+"""Export a trained network as a folder: the network, its weights, the preprocessing of a photograph,
+and the classes.
 
-    python -m launch export output_dir/train_imagenet --format onnx         dist/export/network.onnx and so on
-    python -m launch export output_dir/train --format torch                 network.pt2, for torch.export.load
-    python -m launch export output_dir/train_imagenet --format safetensors  model.safetensors and config.json, as timm has them
-    python -m launch export output_dir/train_imagenet --format modelarts    dist/export/model, a model package of ModelArts
+    python -m launch export output_dir/train --format onnx         dist/export/network.onnx and so on
+    python -m launch export output_dir/train --format torch        network.pt2, for torch.export.load
+    python -m launch export output_dir/train --format safetensors  model.safetensors and config.json, for timm
+    python -m launch export output_dir/train --format modelarts    dist/export/model, a package of ModelArts
 
-RUN is the output folder of a run (its best checkpoint that is kept), one checkpoint, or an epoch_N.pth. README.md in the folder
-has a program that classifies a picture: preprocess.py makes uint8 pixels as the evaluation made them, network.* normalises.
+RUN is the output folder of a run (its best checkpoint that is kept), one checkpoint, or an epoch_N.pth.
+README.md in the folder has a program that classifies a picture: preprocess.py makes uint8 pixels as the
+evaluation made them, network.* normalises.
 """
 
 import argparse
@@ -39,14 +41,25 @@ PREPROCESS = Path(__file__).parent / "preprocess.py"
 
 def main(argv: list[str]) -> int:
     parser = new_parser("export", __doc__)
-    parser.add_argument("run", metavar="RUN", help="the output folder of a run, a checkpoint of it, or an epoch_N.pth")
     parser.add_argument(
-        "--format", required=True, choices=FORMATS, help="what reads it: any runtime of ONNX, torch, timm, ModelArts"
+        "run", metavar="RUN", help="the output folder of a run, a checkpoint of it, or an epoch_N.pth"
     )
-    parser.add_argument("--output", default="dist/export", metavar="FOLDER", help="where to (default: dist/export)")
+    parser.add_argument(
+        "--format",
+        required=True,
+        choices=FORMATS,
+        help="what reads it: any runtime of ONNX, torch, timm, ModelArts",
+    )
+    parser.add_argument(
+        "--output", default="dist/export", metavar="FOLDER", help="where to (default: dist/export)"
+    )
     parser.add_argument("--arch", help="the network of torchvision, where RUN does not say it")
-    parser.add_argument("--image_size", type=number(int, at_least=8), help="height and width, where RUN does not say it")
-    parser.add_argument("--classes", metavar="FILE", help="names of the classes, one a line, where RUN does not say them")
+    parser.add_argument(
+        "--image_size", type=number(int, at_least=8), help="height and width, where RUN does not say it"
+    )
+    parser.add_argument(
+        "--classes", metavar="FILE", help="names of the classes, one a line, where RUN does not say them"
+    )
     engine = f"modelarts: the engine, as the console's list has it (default: {modelarts.RUNTIME})"
     parser.add_argument("--runtime", default=modelarts.RUNTIME, metavar="ENGINE", help=engine)
     options = parser.parse_args(argv)
@@ -55,7 +68,8 @@ def main(argv: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ExportedRun:
-    """The weights to export, and the arguments and classes of their run, as far as the files beside them say."""
+    """The weights to export, and the arguments and classes of their run,
+    as far as the files beside them say."""
 
     path: str
     weights: dict[str, torch.Tensor]
@@ -72,7 +86,9 @@ def find(run: str) -> ExportedRun:
     if os.path.isdir(run):
         return _from_checkpoint(*_best(run))
     if not os.path.isfile(run):
-        raise UserError(f"{one_line(run)} does not exist: give the output folder of a run, a checkpoint or an epoch_N.pth")
+        raise UserError(
+            f"{one_line(run)} does not exist: give the output folder of a run, a checkpoint or an epoch_N.pth"
+        )
     if os.path.exists(re.sub(r"\.pt$", "", run) + ".json"):
         return _from_checkpoint(*checkpoint.read(run), run)
     epoch = names.epoch_of(os.path.basename(run)) if run.endswith(".pth") else None
@@ -82,7 +98,8 @@ def find(run: str) -> ExportedRun:
         return ExportedRun(run, weights, about, about.get("classes", []), accuracy, about.get("epoch"))
     newest = None
     if epoch is not None:
-        with contextlib.suppress(UserError):  # all checkpoints are damaged; they would only say more about the weights
+        # all checkpoints are damaged; they would only say more about the weights
+        with contextlib.suppress(UserError):
             newest = checkpoint.newest(os.path.join(os.path.dirname(run), "checkpoints"))
     if not newest:
         return ExportedRun(run, weights, {}, [], None, None)
@@ -92,12 +109,18 @@ def find(run: str) -> ExportedRun:
 
 
 def _best(run: str) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Return the best checkpoint of a run if it is kept, else the newest, as (state, manifest, path); UserError if none."""
+    """Return the best checkpoint of a run if it is kept, else the newest, as (state, manifest, path);
+    UserError if none."""
     inner = os.path.join(run, "checkpoints")
     folder = inner if os.path.isdir(inner) else run
-    newest = checkpoint.newest(folder, remedy="give an epoch_N.pth of the run, which is verified by its own digest")
+    newest = checkpoint.newest(
+        folder, remedy="give an epoch_N.pth of the run, which is verified by its own digest"
+    )
     if not newest:
-        raise UserError(f"{one_line(run)} holds no checkpoint: give the output folder of a run, a checkpoint or an epoch_N.pth")
+        raise UserError(
+            f"{one_line(run)} holds no checkpoint: give the output folder of a run, a checkpoint or an "
+            "epoch_N.pth"
+        )
     best = (newest[1].get("best") or {}).get("samples_seen")
     if best in checkpoint.numbers(folder):
         path = checkpoint.path_of(folder, best)
@@ -106,9 +129,13 @@ def _best(run: str) -> tuple[dict[str, Any], dict[str, Any], str]:
 
 
 def _from_checkpoint(state: dict[str, Any], about: dict[str, Any], path: str) -> ExportedRun:
-    accuracy = next((row.get("accuracy") for row in _history(state) if row["samples"] == about["samples_seen"]), None)
+    accuracy = next(
+        (row.get("accuracy") for row in _history(state) if row["samples"] == about["samples_seen"]), None
+    )
     weights = evaluated_weights(state)
-    return ExportedRun(path, weights, about["arguments"], about.get("classes", []), accuracy, about.get("epoch"))
+    return ExportedRun(
+        path, weights, about["arguments"], about.get("classes", []), accuracy, about.get("epoch")
+    )
 
 
 def _history(state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -118,9 +145,16 @@ def _history(state: dict[str, Any]) -> list[dict[str, Any]]:
 def class_names(exported_run: ExportedRun, options: argparse.Namespace) -> list[str]:
     """Return the names of the classes from --classes, else from the run; UserError if neither has them."""
     if options.classes:
-        return [line for line in map(str.strip, Path(options.classes).read_text(encoding="utf-8").splitlines()) if line]
+        return [
+            line
+            for line in map(str.strip, Path(options.classes).read_text(encoding="utf-8").splitlines())
+            if line
+        ]
     if not exported_run.classes:
-        raise UserError(f"{one_line(exported_run.path)} does not say its classes: give --classes FILE, their names, one a line")
+        raise UserError(
+            f"{one_line(exported_run.path)} does not say its classes: give --classes FILE, their names, "
+            "one a line"
+        )
     return exported_run.classes
 
 
@@ -129,7 +163,9 @@ def preprocessing(exported_run: ExportedRun, options: argparse.Namespace) -> dic
     has_photographs = network.OWN_RESNET_KEY not in exported_run.weights
     size = options.image_size or (exported_run.arguments.get("image_size") if has_photographs else CIFAR_SIZE)
     if not size:
-        raise UserError(f"{one_line(exported_run.path)} does not say the size of its pictures: give --image_size")
+        raise UserError(
+            f"{one_line(exported_run.path)} does not say the size of its pictures: give --image_size"
+        )
     is_squeezed = exported_run.arguments.get("resize") == "whole"
     mean, std = (imagenet.MEAN, imagenet.STD) if has_photographs else (cifar10.MEAN, cifar10.STD)
     mean = exported_run.arguments.get("mean", mean)
@@ -141,7 +177,9 @@ def preprocessing(exported_run: ExportedRun, options: argparse.Namespace) -> dic
         if has_photographs and not is_squeezed
         else size,
         "crop": "none" if is_squeezed else "center",
-        "interpolation": "bicubic" if exported_run.arguments.get("interpolation") == "bicubic" else "bilinear",
+        "interpolation": "bicubic"
+        if exported_run.arguments.get("interpolation") == "bicubic"
+        else "bilinear",
         "antialiased": True,
         "colours": "RGB",
         "input": "uint8 (N, 3, size, size), 0 to 255",
@@ -156,7 +194,9 @@ def export(options: argparse.Namespace) -> None:
     if options.format == "onnx":
         network.require_onnx()
     exported_run = find(options.run)
-    arch = network.required_arch(exported_run.weights, options.arch or exported_run.arguments.get("arch"), exported_run.path)
+    arch = network.required_arch(
+        exported_run.weights, options.arch or exported_run.arguments.get("arch"), exported_run.path
+    )
     settings = preprocessing(exported_run, options)
     classes = class_names(exported_run, options)
     model = network.build(exported_run.weights, exported_run.path, arch, settings["size"], len(classes))
@@ -182,7 +222,11 @@ def export(options: argparse.Namespace) -> None:
         if timm_name := safetensors.name_in_timm(arch):
             files["config.json"] = _json(safetensors.config(timm_name, settings, classes, model))
             program = "timm"
-    score = "" if exported_run.accuracy is None else f", accuracy {exported_run.accuracy:.4f} after epoch {exported_run.epoch}"
+    score = (
+        ""
+        if exported_run.accuracy is None
+        else f", accuracy {exported_run.accuracy:.4f} after epoch {exported_run.epoch}"
+    )
     title = f"{type(model).__name__} of {one_line(exported_run.path)}, {len(classes)} classes{score}"
     if program in readme.PROGRAMS:
         files["README.md"] = readme.page(title, program).encode()
@@ -197,4 +241,5 @@ def export(options: argparse.Namespace) -> None:
 
 
 def _json(value: object) -> bytes:
-    return json.dumps(value, indent=1, ensure_ascii=False).encode(errors="backslashreplace")  # for names that are not UTF-8
+    # for names that are not UTF-8
+    return json.dumps(value, indent=1, ensure_ascii=False).encode(errors="backslashreplace")

@@ -1,6 +1,8 @@
-"""The files of a ModelArts model package besides the network: config.json, and customize_service.py for its server.
+"""The files of a ModelArts model package besides the network: config.json,
+and customize_service.py for its server.
 
-See its pages "Specifications for Editing a Model Configuration File" and "Specifications for Writing Model Inference Code".
+See its pages "Specifications for Editing a Model Configuration File" and "Specifications for Writing Model
+Inference Code".
 """
 
 from typing import Any, Optional
@@ -18,7 +20,10 @@ def config(accuracy: Optional[float], runtime: str) -> dict[str, Any]:
         "type": "object",
         "properties": {"predicted_label": {"type": "string"}, "scores": {"type": "array", "items": [score]}},
     }
-    packages = [{"package_name": "numpy"}, {"restraint": "ATLEAST", "package_version": "9.1.0", "package_name": "Pillow"}]
+    packages = [
+        {"package_name": "numpy"},
+        {"restraint": "ATLEAST", "package_version": "9.1.0", "package_name": "Pillow"},
+    ]
     metrics = {} if accuracy is None else {"metrics": {"accuracy": accuracy}}
     return {
         "model_algorithm": "image_classification",
@@ -39,7 +44,8 @@ def config(accuracy: Optional[float], runtime: str) -> dict[str, Any]:
 
 # It runs on the platform's Python, which may be 3.7.
 SERVICE = '''\
-"""A photograph, sent as `images`, to its class: {"predicted_label": "dog", "scores": [["dog", 0.98], ["cat", 0.02], ...]}."""
+"""A photograph, sent as `images`, to its class:
+{"predicted_label": "dog", "scores": [["dog", 0.98], ["cat", 0.02], ...]}."""
 
 import json
 import os
@@ -77,6 +83,7 @@ class Service(PTServingBaseService):
 
     def _postprocess(self, data):
         best = data.topk(min(SCORES, len(self.classes)))
-        scores = [[self.classes[number], value] for number, value in zip(best.indices.tolist(), best.values.tolist())]
+        pairs = zip(best.indices.tolist(), best.values.tolist())
+        scores = [[self.classes[number], value] for number, value in pairs]
         return {"predicted_label": scores[0][0], "scores": scores}
 '''

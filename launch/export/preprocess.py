@@ -3,8 +3,8 @@
     pixels = preprocess("photo.jpg")                        # or bytes, an open file, or a picture of Pillow
     scores = network(torch.from_numpy(pixels)[None])        # uint8 (1, 3, size, size); the network normalises
 
-It needs this file, preprocessing.json beside it, numpy and Pillow. With torch 2.1 or later the pixels are exactly those of the
-evaluation. Without torch, Pillow resizes, and some pixels are larger or smaller by 1.
+It needs this file, preprocessing.json beside it, numpy and Pillow. With torch 2.1 or later the pixels are
+exactly those of the evaluation. Without torch, Pillow resizes, and some pixels are larger or smaller by 1.
 """
 
 from __future__ import annotations

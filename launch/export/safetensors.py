@@ -1,4 +1,5 @@
-"""Weights as model.safetensors, with the config.json by which timm's create_model("local-dir:FOLDER") reads them."""
+"""Weights as model.safetensors, with the config.json by which timm's create_model("local-dir:FOLDER") reads
+them."""
 
 import json
 import re
@@ -9,7 +10,8 @@ import torch
 
 from common.weights.tensors import SAFE_TYPES
 
-IN_BOTH = re.compile(r"(resnet|resnext|wide_resnet|densenet)\d")  # torchvision's networks that have the same names in timm
+# torchvision's networks that have the same names in timm
+IN_BOTH = re.compile(r"(resnet|resnext|wide_resnet|densenet)\d")
 
 
 def name_in_timm(arch: Optional[str]) -> Optional[str]:
@@ -26,7 +28,8 @@ def content(weights: dict[str, torch.Tensor]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     bodies = []
     end = 0
-    for name, tensor in sorted(weights.items(), key=lambda item: (-item[1].element_size(), item[0])):  # so that each is aligned
+    # so that each is aligned
+    for name, tensor in sorted(weights.items(), key=lambda item: (-item[1].element_size(), item[0])):
         bodies.append(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         offsets = [end, end + len(bodies[-1])]
         header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
@@ -36,7 +39,9 @@ def content(weights: dict[str, torch.Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text + b"".join(bodies)
 
 
-def config(name: str, settings: dict[str, Any], classes: list[str], network: torch.nn.Module) -> dict[str, Any]:
+def config(
+    name: str, settings: dict[str, Any], classes: list[str], network: torch.nn.Module
+) -> dict[str, Any]:
     """Return the config.json of timm's network `name`; `settings`: the content of preprocessing.json."""
     size = settings["size"]
     timm_config = getattr(network, "pretrained_cfg", {})
@@ -49,7 +54,8 @@ def config(name: str, settings: dict[str, Any], classes: list[str], network: tor
             "input_size": [3, size, size],
             "fixed_input_size": timm_config.get("fixed_input_size", False),
             "interpolation": settings["interpolation"],
-            "crop_pct": size / (settings["resize"] + 0.5),  # of which timm takes the whole part of size / crop_pct
+            # of which timm takes the whole part of size / crop_pct
+            "crop_pct": size / (settings["resize"] + 0.5),
             "crop_mode": "squash" if settings["crop"] == "none" else "center",
             "mean": settings["mean"],
             "std": settings["std"],

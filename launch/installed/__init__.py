@@ -3,7 +3,8 @@
     from anyrank import start, Run, run_job        in a script anywhere
     anyrank bundle my_script.py                    for python -m launch bundle my_script.py
 
-It lets Python find the folders common, datasets and launch; a program can have no other packages of these names.
+It lets Python find the folders common, datasets and launch; a program can have no other packages of these
+names.
 """
 
 import importlib
@@ -23,8 +24,10 @@ _HERE = Path(__file__).resolve().parent
 
 
 def _find_ours() -> None:
-    """Let Python find our packages. They are in this folder, beside it in a bundle, or above it in the repository; but a
-    program that has the repository on its path has them already."""
+    """Let Python find our packages.
+
+    They are in this folder, beside it in a bundle, or above it in the repository; but a program that has the
+    repository on its path has them already."""
     if "common" in sys.modules and _is_ours(Path(str(sys.modules["common"].__file__)).parent.parent):
         return
     if _is_ours(Path(sys.path[0])):
@@ -47,14 +50,17 @@ def _require_no_other(name: str, our_folder: Path) -> None:
     script = Path(sys.path[0]).resolve()
     if imported is not None and str(our_folder / name) not in imported:
         conflict = next(iter(imported), "a package")
-    elif script != our_folder and ((script / name / "__init__.py").exists() or (script / f"{name}.py").exists()):
+    elif script != our_folder and (
+        (script / name / "__init__.py").exists() or (script / f"{name}.py").exists()
+    ):
         conflict = str(script / name)
     else:
         return
     remedy = "rename it"
     if name == "datasets":
         remedy = (
-            "if it is Hugging Face's, write what load_dataset() gives to files in another script, and read them in this one"
+            "if it is Hugging Face's, write what load_dataset() gives to files in another script, and read "
+            "them in this one"
         )
     raise ImportError(f"anyrank has a package called {name}, and so has this program, {conflict}: {remedy}")
 

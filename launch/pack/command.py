@@ -1,17 +1,24 @@
 """Many small photographs as a few large files: uncompressed tar shards in WebDataset's naming, and an index.
 
-    python -m launch pack ROOT OUT                    ROOT/{train,val}/CLASS/*.JPEG as OUT/train-000000.tar ... train-index.npz
-                                                      of ROOT/CLASS/*.JPEG a fifth as val, the one that a job holds out
-    python -m launch pack ROOT s3://bucket/imagenet   the same in output_dir/s3/bucket/imagenet, and then in the bucket
-    python -m launch pack ROOT OUT --form 256         smaller JPEGs in place of the files; also 320, and raw for pixels
-    python -m launch pack FOLDER OUT                  of .parquet with columns image and label, as Hugging Face keeps pictures
-    python -m launch pack --index FOLDER              tar shards of WebDataset as they are: writes the indexes beside them, and
-                                                      nothing else; also s3://bucket/shards
-    python -m launch pack --verify OUT                compare every shard with its digest, every sample with its checksum
-    python -m launch pack ROOT --verify OUT           and every picture with its original, where --form keeps all of it
+    python -m launch pack ROOT OUT                   ROOT/{train,val}/CLASS/*.JPEG as OUT/train-000000.tar ...
+                                                     and train-index.npz; of ROOT/CLASS/*.JPEG a fifth as val,
+                                                     the one that a job holds out
+    python -m launch pack ROOT s3://bucket/imagenet  the same in output_dir/s3/bucket/imagenet, then in the
+                                                     bucket
+    python -m launch pack ROOT OUT --form 256        smaller JPEGs in place of the files; also 320, and raw
+                                                     for pixels
+    python -m launch pack FOLDER OUT                 of .parquet with columns image and label, as Hugging Face
+                                                     keeps pictures
+    python -m launch pack --index FOLDER             tar shards of WebDataset as they are: writes the indexes
+                                                     beside them, and nothing else; also s3://bucket/shards
+    python -m launch pack --verify OUT               compare every shard with its digest, every sample with
+                                                     its checksum
+    python -m launch pack ROOT --verify OUT          and every picture with its original, where --form keeps
+                                                     all of it
 
-The same command goes on where the last one stopped: shards that are whole are kept. The same photographs and settings give the
-same bytes. `--data_backend packed --data_url OUT` trains on them, and so does any reader of WebDataset.
+The same command goes on where the last one stopped: shards that are whole are kept. The same photographs and
+settings give the same bytes. `--data_backend packed --data_url OUT` trains on them, and so does any reader of
+WebDataset.
 """
 
 import argparse
@@ -47,11 +54,12 @@ UPLOADS = 4
 OURS = re.compile(r"\.?(?:train|val)-(?:\d{6}\.(?:tar|json)|index\.npz|pack\.json)", re.ASCII)
 
 
-# --- Packing -------------------------------------------------------------------------------------------------------
+# --- Packing ------------------------------------------------------------------------------------------------
 
 
 def pack(root: str, folder: str, options: argparse.Namespace) -> list[str]:
-    """Make the missing shards and the indexes of the pack in `folder`, print a summary, and return the names of all shards."""
+    """Make the missing shards and the indexes of the pack in `folder`, print a summary,
+    and return the names of all shards."""
     if not files.manifest_of(root):
         _require_photographs(root)
     _require_elsewhere(root, folder, below=not files.manifest_of(root))
@@ -110,8 +118,8 @@ def _require_photographs(root: str) -> None:
     for split in splits.SPLITS:
         if not os.path.isdir(os.path.join(root, split)):
             raise UserError(
-                f"{one_line(root)} has no folder {split}: give one with train/CLASS/*.JPEG and val/CLASS/*.JPEG in it, or with "
-                "CLASS/*.JPEG"
+                f"{one_line(root)} has no folder {split}: give one with train/CLASS/*.JPEG and "
+                "val/CLASS/*.JPEG in it, or with CLASS/*.JPEG"
             )
 
 
@@ -120,9 +128,13 @@ def _require_elsewhere(root: str, folder: str, below: bool = True) -> None:
     out = os.path.realpath(folder)
     source = os.path.realpath(root)
     if out == source:
-        raise UserError(f"OUT {one_line(folder)} is the folder whose files are to be packed: give a folder elsewhere")
+        raise UserError(
+            f"OUT {one_line(folder)} is the folder whose files are to be packed: give a folder elsewhere"
+        )
     if below and out.startswith(source + os.sep):
-        raise UserError(f"OUT {one_line(folder)} is in the folder whose files are to be packed: give a folder elsewhere")
+        raise UserError(
+            f"OUT {one_line(folder)} is in the folder whose files are to be packed: give a folder elsewhere"
+        )
 
 
 def _photographs(root: str, index_folder: str, options: argparse.Namespace) -> Sequence[tree.Tree]:
@@ -166,7 +178,10 @@ def _mark(folder: str, identities: dict[str, str]) -> None:
 
 
 def _clear(folder: str, identities: dict[str, str], overwrite: bool) -> None:
-    """Delete unfinished files. Delete a pack of other photographs or settings if `overwrite`, else raise UserError for it."""
+    """Delete unfinished files.
+
+    Delete a pack of other photographs or settings if `overwrite`, else raise UserError for it.
+    """
     for name in os.listdir(folder):  # an unfinished file is of no use, whichever pack it is of
         if name.endswith(TEMPORARY) and OURS.fullmatch(name.removesuffix(TEMPORARY)):
             os.unlink(os.path.join(folder, name))
@@ -176,15 +191,16 @@ def _clear(folder: str, identities: dict[str, str], overwrite: bool) -> None:
         if existing and _identity(folder, split) != identity:
             if not overwrite:
                 raise UserError(
-                    f"{one_line(folder)} has a pack of other photographs or settings ({len(existing)} files of {split}): "
-                    "give another folder, or --overwrite true"
+                    f"{one_line(folder)} has a pack of other photographs or settings ({len(existing)} files "
+                    f"of {split}): give another folder, or --overwrite true"
                 )
             for name in sorted(existing, reverse=True):  # the index before its shards
                 os.unlink(os.path.join(folder, name))
 
 
 def _identity(folder: str, split: str) -> Optional[str]:
-    """Return the digest of a pack's photographs and settings from .SPLIT-pack.json, else from its index, else None."""
+    """Return the digest of a pack's photographs and settings from .SPLIT-pack.json, else from its index,
+    else None."""
     if noted := read_json_dict(_marker(folder, split)).get("identity"):
         return noted
     with contextlib.suppress(UserError):
@@ -197,18 +213,21 @@ def _require_space(folder: str, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size + SPARE > free:
         raise UserError(
-            f"{one_line(folder)} has {free / MIB:.0f} MiB free, the pack needs {(size + SPARE) / MIB:.0f} MiB: "
-            "give a folder on a larger disk"
+            f"{one_line(folder)} has {free / MIB:.0f} MiB free, the pack needs {(size + SPARE) / MIB:.0f} "
+            "MiB: give a folder on a larger disk"
         )
 
 
 def publish(folder: str, shards: list[str], url: str, overwrite: bool) -> None:
-    """Upload the files that the bucket lacks, indexes last; UserError if another pack is there, unless `overwrite`."""
+    """Upload the files that the bucket lacks, indexes last; UserError if another pack is there,
+    unless `overwrite`."""
     store = bucket.Bucket(url)
     published = {store.relative(item.key): item for item in store.items(store.key_prefix())}
     indexes = [os.path.basename(packed.index_path("", split)) for split in splits.SPLITS]
     missing = [
-        name for name in [*shards, *indexes] if not upload.is_up_to_date(published.get(name), os.path.join(folder, name))
+        name
+        for name in [*shards, *indexes]
+        if not upload.is_up_to_date(published.get(name), os.path.join(folder, name))
     ]
     for name in [name for name in indexes if name in missing and name in published]:
         if not overwrite:
@@ -224,22 +243,41 @@ def publish(folder: str, shards: list[str], url: str, overwrite: bool) -> None:
     in_threads(UPLOADS, send, [name for name in missing if name not in indexes], progress)
     for name in sizes.keys() & indexes:
         send(name, lambda size: progress.add(1, size))
-    print(f"published {len(missing)} files to {one_line(url)}, {progress.describe()}; {len(shards) + 2} are there", flush=True)
+    print(
+        (
+            f"published {len(missing)} files to {one_line(url)}, {progress.describe()}; {len(shards) + 2} "
+            "are there"
+        ),
+        flush=True,
+    )
 
 
 def verify(folder: str, root: Optional[str], workers: int) -> None:
-    """Compare shards and samples with their checksums and, if `root` is given, the originals; TrainingFailed if any differs."""
+    """Compare shards and samples with their checksums and, if `root` is given, the originals;
+    TrainingFailed if any differs."""
     if is_address(folder):
-        raise UserError(f"--verify {one_line(folder)}: give a folder; a job that fetches a pack verifies each shard")
+        raise UserError(
+            f"--verify {one_line(folder)}: give a folder; a job that fetches a pack verifies each shard"
+        )
     parts = [packed.load(folder, split) for split in splits.SPLITS]
     form = parts[0].form
     if root and form not in ("original", "tiled"):
-        raise UserError(f"{one_line(folder)} has pictures in the form {form}, not the originals of {one_line(root)}")
+        raise UserError(
+            f"{one_line(folder)} has pictures in the form {form}, not the originals of {one_line(root)}"
+        )
     if form == "tiled" and root:
         tiles.require_jpegtran()
-    if root and not any(os.path.exists(_original(part, 0, split, root)) for part, split in zip(parts, splits.SPLITS)):
-        raise UserError(f"{one_line(folder)} was not packed from {one_line(root)}, which has other names: leave it out")
-    pairs = [(samples, split, number) for samples, split in zip(parts, splits.SPLITS) for number in range(len(samples.shards))]
+    if root and not any(
+        os.path.exists(_original(part, 0, split, root)) for part, split in zip(parts, splits.SPLITS)
+    ):
+        raise UserError(
+            f"{one_line(folder)} was not packed from {one_line(root)}, which has other names: leave it out"
+        )
+    pairs = [
+        (samples, split, number)
+        for samples, split in zip(parts, splits.SPLITS)
+        for number in range(len(samples.shards))
+    ]
     size = sum(samples.shards[number]["size"] for samples, _, number in pairs)
     progress = Progress("verifying", len(pairs), "shards", size)
     damaged: list[str] = []
@@ -270,13 +308,18 @@ def verify(folder: str, root: Optional[str], workers: int) -> None:
         )
     images = sum(map(len, parts))
     if changed:
-        names = ", ".join(sorted({os.path.basename(name.partition(".tar:")[0]) + ".tar" for name in changed})[:5])
+        names = ", ".join(
+            sorted({os.path.basename(name.partition(".tar:")[0]) + ".tar" for name in changed})[:5]
+        )
         raise TrainingFailed(
-            f"{len(changed)} of {images} pictures are not those of {one_line(root or '')}: delete the shards that have them, "
-            f"{names} and so on, and pack it again"
+            f"{len(changed)} of {images} pictures are not those of {one_line(root or '')}: delete the shards "
+            f"that have them, {names} and so on, and pack it again"
         )
     suffix = f", and are the pictures of {one_line(root)}" if root else ""
-    print(f"{one_line(folder)}: {images} images in {len(pairs)} shards are as they were packed{suffix} ({progress.describe()})")
+    print(
+        f"{one_line(folder)}: {images} images in {len(pairs)} shards are as they were packed{suffix} "
+        f"({progress.describe()})"
+    )
 
 
 def _original(samples: packed.Packed, number: int, split: str, root: str) -> str:
@@ -285,7 +328,8 @@ def _original(samples: packed.Packed, number: int, split: str, root: str) -> str
 
 
 def _is_original(samples: packed.Packed, number: int, path: str) -> bool:
-    """Return whether a sample has the bytes of its original or, if it is in tiles, the original's coefficients."""
+    """Return whether a sample has the bytes of its original or, if it is in tiles,
+    the original's coefficients."""
     stored = samples.read(number)
     try:
         with open(path, "rb") as file:
@@ -320,22 +364,43 @@ def main(argv: list[str]) -> int:
     forms = "; ".join(f"{form}: {help_text}" for form, help_text in FORMS.items())
     positive = number(float, above=0)
     thread_count = number(int, at_least=1, below=257)
-    parser.add_argument("root", nargs="?", metavar="ROOT", help="the folder of the photographs or of .parquet, or a .manifest")
+    parser.add_argument(
+        "root", nargs="?", metavar="ROOT", help="the folder of the photographs or of .parquet, or a .manifest"
+    )
     parser.add_argument("out", nargs="?", metavar="OUT", help="a folder, or a bucket (s3://, obs://, oss://)")
-    parser.add_argument("--form", choices=FORMS, default="original", help=f"what is stored (default: original). {forms}")
-    parser.add_argument("--shard_mb", type=positive, default=256.0, help="MiB of a shard at most (default: 256), or one image")
-    parser.add_argument("--workers", type=thread_count, default=WORKERS, help=f"how many shards at a time (default: {WORKERS})")
+    parser.add_argument(
+        "--form", choices=FORMS, default="original", help=f"what is stored (default: original). {forms}"
+    )
+    parser.add_argument(
+        "--shard_mb", type=positive, default=256.0, help="MiB of a shard at most (default: 256), or one image"
+    )
+    parser.add_argument(
+        "--workers",
+        type=thread_count,
+        default=WORKERS,
+        help=f"how many shards at a time (default: {WORKERS})",
+    )
     files.add_max_megapixels(parser)
     seed_number = number(int, at_least=0, below=2**31)
     parser.add_argument(
-        "--seed", type=seed_number, default=0, help="of the training, which decides what of CLASS/*.JPEG is held out"
+        "--seed",
+        type=seed_number,
+        default=0,
+        help="of the training, which decides what of CLASS/*.JPEG is held out",
     )
     help_text = "true: replace another pack in OUT (default: false)"
     parser.add_argument("--overwrite", type=boolean, metavar="true|false", default=False, help=help_text)
-    parser.add_argument("--index", metavar="FOLDER", help="make a pack of the tar shards of WebDataset in a folder or bucket")
-    classes_help = "names of the classes, one a line, where labels are numbers (default: classnames.txt beside the shards)"
+    parser.add_argument(
+        "--index", metavar="FOLDER", help="make a pack of the tar shards of WebDataset in a folder or bucket"
+    )
+    classes_help = (
+        "names of the classes, one a line, where labels are numbers (default: classnames.txt beside the "
+        "shards)"
+    )
     parser.add_argument("--classes", metavar="FILE", help=classes_help)
-    parser.add_argument("--verify", metavar="OUT", help="read the pack in this folder and name what is damaged")
+    parser.add_argument(
+        "--verify", metavar="OUT", help="read the pack in this folder and name what is damaged"
+    )
     options = parser.parse_args(argv)
     has_one_action = sum(map(bool, (options.out, options.index, options.verify))) == 1
     if not has_one_action or (options.out and not options.root) or (options.root and options.index):

@@ -1,6 +1,8 @@
-"""The forms in which a pack holds a photograph: its file as it is or in tiles, a smaller JPEG of it, or its pixels.
+"""The forms in which a pack holds a photograph: its file as it is or in tiles, a smaller JPEG of it,
+or its pixels.
 
-A picture that a form changes is decoded by Pillow, by the rules of every loader: grey, CMYK and 16-bit pictures become RGB.
+A picture that a form changes is decoded by Pillow, by the rules of every loader: grey, CMYK and 16-bit
+pictures become RGB.
 """
 
 import io
@@ -15,7 +17,10 @@ LONG_SIDE = 500  # of raw pixels: most photographs of ImageNet are no larger, so
 
 FORMS: dict[str, str] = {
     "original": "the files as they are",
-    "tiled": "the same pictures without loss, but each crop is decoded without the rest; needs the program jpegtran",
+    "tiled": (
+        "the same pictures without loss, but each crop is decoded without the rest; needs the program "
+        "jpegtran"
+    ),
     **{form: f"JPEGs with a short side of {short} at most" for form, short in SHORT_SIDE.items()},
     "raw": f"pixels, with a long side of {LONG_SIDE} at most, which need no decoding",
 }
@@ -31,22 +36,30 @@ def size(form: str, height: int, width: int) -> tuple[int, int]:
 
 
 def expected_length(form: str, length: int, height: int, width: int) -> int:
-    """Return how many bytes will be stored of a picture whose file has `length` bytes; an estimate if the form changes it."""
+    """Return how many bytes will be stored of a picture whose file has `length` bytes;
+    an estimate if the form changes it."""
     height_kept, width_kept = size(form, height, width)
     if form == "raw":
         return len(_header(height_kept, width_kept)) + 3 * height_kept * width_kept
     if form == "tiled":
         return int(TABLE * length)
-    return length if (height_kept, width_kept) == (height, width) else int(JPEG_BYTES * height_kept * width_kept)
+    return (
+        length if (height_kept, width_kept) == (height, width) else int(JPEG_BYTES * height_kept * width_kept)
+    )
 
 
 def stored(form: str, content: bytes, special: bool, height: int, width: int) -> tuple[bytes, int, int]:
-    """Return (bytes, height, width) to store. A file that the form cannot change is kept, with sides of 0 if decoding fails."""
+    """Return (bytes, height, width) to store.
+
+    A file that the form cannot change is kept, with sides of 0 if decoding fails.
+    """
     from PIL import Image
 
     stored_size = size(form, height, width)
     keeps_size = stored_size == (height, width)
-    if form == "original" or (form in SHORT_SIDE and keeps_size and not special and content.startswith(b"\xff\xd8")):
+    if form == "original" or (
+        form in SHORT_SIDE and keeps_size and not special and content.startswith(b"\xff\xd8")
+    ):
         return content, height, width
     if form == "tiled":
         try:
@@ -66,5 +79,6 @@ def stored(form: str, content: bytes, special: bool, height: int, width: int) ->
 
 
 def _header(height: int, width: int) -> bytes:
-    """Return the header of a PPM file, which has plain RGB pixels after it and can be opened by any viewer."""
+    """Return the header of a PPM file, which has plain RGB pixels after it and can be opened by any
+    viewer."""
     return b"P6\n%d %d\n255\n" % (width, height)

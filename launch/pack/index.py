@@ -1,6 +1,7 @@
 """The index of tar shards that WebDataset or another program has made, with which they are a pack.
 
-Each sample is KEY.jpg (or .png and others) with its class in KEY.cls, in KEY.json as "label", or as the name of KEY's folder.
+Each sample is KEY.jpg (or .png and others) with its class in KEY.cls, in KEY.json as "label", or as the name
+of KEY's folder.
 """
 
 import argparse
@@ -35,7 +36,11 @@ from launch.pack.threads import in_threads
 PICTURES = (*(ending[1:] for ending in files.EXTENSIONS), "gif", "img")  # as a pack has them, too
 WINDOW = 4 << 20  # bytes that are read at a time
 LONGEST_LABEL = 1 << 20  # bytes
-WORDS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "eval"), "test": ("test", "testing")}
+WORDS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "eval"),
+    "test": ("test", "testing"),
+}
 
 ReadRange = Callable[[int, int], bytes]  # the bytes of a shard, from where and how many
 # Label, name, place and length of a picture, its checksum, what it is.
@@ -51,11 +56,15 @@ class IndexedShard:
 
 
 def index(
-    place: str, options: argparse.Namespace, names: Optional[dict[str, list[str]]] = None, classes: Sequence[str] = ()
+    place: str,
+    options: argparse.Namespace,
+    names: Optional[dict[str, list[str]]] = None,
+    classes: Sequence[str] = (),
 ) -> None:
     """Write the indexes beside the shards of a folder or bucket; without a shard for val, hold out a fifth.
 
-    `names`: the shards of each split; `classes`: the names of the classes; those of the folder where it says them.
+    `names`: the shards of each split; `classes`: the names of the classes; those of the folder where it says
+    them.
     """
     sizes, reader_of = (_open_bucket if is_bucket(place) else _open_folder)(place)
     if not options.overwrite and sizes.keys() & {packed.index_path("", split) for split in splits.SPLITS}:
@@ -80,7 +89,10 @@ def index(
             if label is not None and not isinstance(verdict, str):
                 examples.setdefault(label, f"{shard}:{name}")
     if not examples:
-        raise UserError(f"{one_line(place)} has no picture with a class: each needs KEY.cls, KEY.json or a folder in its name")
+        raise UserError(
+            f"{one_line(place)} has no picture with a class: each needs KEY.cls, KEY.json or a folder "
+            "in its name"
+        )
     classes, class_of = labels.number_classes(examples, classes, place)
     parts = {
         split: _packed_split(place, [indexed[name] for name in shard_names], classes, class_of)
@@ -96,11 +108,18 @@ def index(
     for part in parts.values():
         for reason, omitted in part.left_out.items():
             say(f"left out, {reason}: {len(omitted)}, the first {one_line(omitted[0])}")
-    print(f"{one_line(place)}: {counts}, {len(classes)} classes, in {len(shards)} shards ({progress.describe()})", flush=True)
+    print(
+        (
+            f"{one_line(place)}: {counts}, {len(classes)} classes, in {len(shards)} shards "
+            f"({progress.describe()})"
+        ),
+        flush=True,
+    )
 
 
 def by_split(names: Sequence[str], place: str) -> dict[str, list[str]]:
-    """Return {"train": names, "val": names} by the words in the names; all are for training if none has such a word."""
+    """Return {"train": names, "val": names} by the words in the names;
+    all are for training if none has such a word."""
     names_of: dict[str, list[str]] = defaultdict(list)
     for name in names:
         words = re.findall("[a-z]+", os.path.basename(name).lower())
@@ -111,17 +130,21 @@ def by_split(names: Sequence[str], place: str) -> dict[str, list[str]]:
     if not names or (unmarked and (training or names_of)) or (names_of and not training):
         problem = f"{one_line((unmarked or names)[0])}, and none for training" if names else "no .tar"
         raise UserError(
-            f"{one_line(place)} has {problem}: give files that all have train or val in their names, or none of them"
+            f"{one_line(place)} has {problem}: give files that all have train or val in their names, or "
+            "none of them"
         )
     if "val" in names_of and "test" in names_of:
-        say(f"left out, for testing: {count(len(names_of['test']), 'file')}, the first {one_line(names_of['test'][0])}")
+        say(
+            f"left out, for testing: {count(len(names_of['test']), 'file')}, the first "
+            f"{one_line(names_of['test'][0])}"
+        )
     result = {"train": training or unmarked}
     if held_out := names_of["val"] or names_of["test"]:
         result["val"] = held_out
     return result
 
 
-# --- Where the shards are ----------------------------------------------------------------------------------------------
+# --- Where the shards are -----------------------------------------------------------------------------------
 
 
 def _open_folder(place: str) -> tuple[dict[str, int], Callable[[str], ReadRange]]:
@@ -134,7 +157,9 @@ def _open_folder(place: str) -> tuple[dict[str, int], Callable[[str], ReadRange]
     except OSError as error:  # a link to a shard that is gone
         raise files.unreadable_error(error) from None
     if not os.access(place, os.W_OK):
-        raise UserError(f"{one_line(place)} cannot be written to, and the index belongs there: give a folder that can")
+        raise UserError(
+            f"{one_line(place)} cannot be written to, and the index belongs there: give a folder that can"
+        )
     return sizes, functools.partial(_file_reader, place)
 
 
@@ -156,7 +181,7 @@ def _open_bucket(place: str) -> tuple[dict[str, int], Callable[[str], ReadRange]
     return sizes, lambda name: functools.partial(reader.read, items[name])
 
 
-# --- What is in a shard ------------------------------------------------------------------------------------------------
+# --- What is in a shard -------------------------------------------------------------------------------------
 
 
 class _Stream(io.RawIOBase):
@@ -199,7 +224,10 @@ def _index_shard(path: str, name: str, size: int, read_range: ReadRange) -> Inde
             else:
                 sample[kind] = None  # such as KEY.mask.png
         no_picture = 0, 0, 0, "without a picture KEY.jpg, or of another kind"
-        rows = [(labels.of_sample(key, sample), *sample.get("picture", (key, *no_picture))) for key, sample in samples.items()]
+        rows = [
+            (labels.of_sample(key, sample), *sample.get("picture", (key, *no_picture)))
+            for key, sample in samples.items()
+        ]
     except labels.Unclear as error:
         raise UserError(f"{one_line(path)}: {error}: correct it") from None
     except (*untrusted.DAMAGES, bucket.ObjectChanged) as error:
@@ -209,7 +237,8 @@ def _index_shard(path: str, name: str, size: int, read_range: ReadRange) -> Inde
 
 
 def _key_and_kind(member: str) -> tuple[str, str]:
-    """Return WebDataset's key of a file, which ends at the first dot of its name, and what follows in lower case."""
+    """Return WebDataset's key of a file, which ends at the first dot of its name,
+    and what follows in lower case."""
     folder, name = os.path.split(member)
     key, _, kind = name.partition(".")
     return os.path.join(folder, key), kind.lower()
@@ -232,11 +261,14 @@ def _label_in(member: str, kind: str, content: bytes) -> Optional[labels.Label]:
     return labels.parse(row.get("label") if isinstance(row, dict) else None, name)
 
 
-# --- All shards together -----------------------------------------------------------------------------------------------
+# --- All shards together ------------------------------------------------------------------------------------
 
 
 class _Sample(NamedTuple):
-    """A picture with a class. All fields but its name are arrays of the index, under these names (packed.PER_SAMPLE)."""
+    """A picture with a class.
+
+    All fields but its name are arrays of the index, under these names (packed.PER_SAMPLE).
+    """
 
     labels: int
     name: str
@@ -252,11 +284,14 @@ class _Sample(NamedTuple):
 def _packed_split(
     place: str, shards: list[IndexedShard], classes: list[str], class_of: dict[labels.Label, int]
 ) -> packed.Packed:
-    """Return the samples of a split, sorted by class and name, from its shards; UserError if they have none."""
+    """Return the samples of a split, sorted by class and name, from its shards;
+    UserError if they have none."""
     samples, left_out = _samples_of(shards, class_of)
     if not samples:
         first_name = one_line(shards[0].name)
-        raise UserError(f"{one_line(place)} has no picture with a class in {first_name} and the others like it")
+        raise UserError(
+            f"{one_line(place)} has no picture with a class in {first_name} and the others like it"
+        )
     samples.sort(key=lambda sample: (sample.labels, os.path.split(sample.name)))
     columns = dict(zip(_Sample._fields, zip(*samples)))
     names = list(columns.pop("name"))
@@ -277,7 +312,9 @@ def _packed_split(
     )
 
 
-def _samples_of(shards: list[IndexedShard], class_of: dict[labels.Label, int]) -> tuple[list[_Sample], dict[str, list[str]]]:
+def _samples_of(
+    shards: list[IndexedShard], class_of: dict[labels.Label, int]
+) -> tuple[list[_Sample], dict[str, list[str]]]:
     """Return (samples, {reason: names of the pictures left out for it}) of these shards."""
     samples = []
     left_out = defaultdict(list)
@@ -304,5 +341,9 @@ def _write(folder: str, split: str, samples: Any) -> None:
     digest = hashlib.sha256(json.dumps([split, samples.shards, samples.classes, samples.names]).encode())
     digest.update(samples.labels.tobytes())
     packed.write_index(
-        folder, split, samples, {"shards": samples.shards, "identity": digest.hexdigest(), "form": samples.form}, {}
+        folder,
+        split,
+        samples,
+        {"shards": samples.shards, "identity": digest.hexdigest(), "form": samples.form},
+        {},
     )

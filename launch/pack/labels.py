@@ -1,6 +1,7 @@
 """What shards and tables say of a picture's class: its number, counted from 0, or its name.
 
-A number is a number in every form: 1, "1" and 1.0 are the class whose name is on the second line of a file of names.
+A number is a number in every form: 1, "1" and 1.0 are the class whose name is on the second line of a file of
+names.
 """
 
 import os
@@ -46,15 +47,18 @@ def parse(value: object, source: str) -> Optional[Label]:
         raise Unclear(f"the label in {source} has {len(digits)} digits, too many for the number of a class")
     label = int(number["whole"])
     if label < NO_CLASS:
-        raise Unclear(f"the label in {source} is {label}: classes are counted from 0, and {NO_CLASS} is for none")
+        raise Unclear(
+            f"the label in {source} is {label}: classes are counted from 0, and {NO_CLASS} is for none"
+        )
     return label
 
 
 def of_sample(key: str, by_ending: Mapping[str, Optional[Label]]) -> Optional[Label]:
     """Return the label of the sample `key` of a shard, or None if it has none.
 
-    `by_ending`: what KEY.cls and KEY.json say, if they are there. A number and a name need not disagree: KEY.cls counts. Where
-    neither says anything, the label is the name of KEY's folder, unless there is an empty KEY.cls.
+    `by_ending`: what KEY.cls and KEY.json say, if they are there. A number and a name need not disagree:
+    KEY.cls counts. Where neither says anything, the label is the name of KEY's folder, unless there is an
+    empty KEY.cls.
     """
     labels = [label for label in (by_ending.get(ending) for ending in FILES) if label is not None]
     if len(labels) == len(FILES) and type(labels[0]) is type(labels[1]) and labels[0] != labels[1]:
@@ -70,7 +74,9 @@ def read_names(path: str) -> list[str]:
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"{one_line(path)} has no names of classes ({one_line(error)}): one a line, in UTF-8") from None
+        raise UserError(
+            f"{one_line(path)} has no names of classes ({one_line(error)}): one a line, in UTF-8"
+        ) from None
     return parse_names(content, path)
 
 
@@ -79,7 +85,9 @@ def parse_names(content: bytes, source: str) -> list[str]:
     try:
         lines = content.decode("utf-8-sig").rstrip().splitlines()
     except UnicodeDecodeError as error:
-        raise UserError(f"{one_line(source)} has no names of classes ({one_line(error)}): one a line, in UTF-8") from None
+        raise UserError(
+            f"{one_line(source)} has no names of classes ({one_line(error)}): one a line, in UTF-8"
+        ) from None
     names = [line.strip() for line in lines]
     require_distinct_names(names, source)
     return names
@@ -88,13 +96,20 @@ def parse_names(content: bytes, source: str) -> list[str]:
 def require_distinct_names(names: Sequence[str], source: str) -> None:
     """Raise UserError if two classes have one name, or one has none."""
     if "" in names or len({*names}) < len(names):
-        raise UserError(f"{one_line(source)} has an empty name of a class, or a name twice: give each class its own")
+        raise UserError(
+            f"{one_line(source)} has an empty name of a class, or a name twice: give each class its own"
+        )
 
 
-def number_classes(examples: Mapping[Label, str], names: Sequence[str], place: str) -> tuple[list[str], dict[Label, int]]:
-    """Return the names of the classes, and the number of each label. All labels have to be numbers, or all names.
+def number_classes(
+    examples: Mapping[Label, str], names: Sequence[str], place: str
+) -> tuple[list[str], dict[Label, int]]:
+    """Return the names of the classes, and the number of each label.
 
-    `examples`: for each label, what has it, to be named in an error. `names`: of the classes, empty if nothing names them.
+    All labels have to be numbers, or all names.
+
+    `examples`: for each label, what has it, to be named in an error. `names`: of the classes, empty if
+    nothing names them.
     """
     numbers = sorted(label for label in examples if isinstance(label, int))
     words = sorted(label for label in examples if isinstance(label, str))
@@ -102,8 +117,9 @@ def number_classes(examples: Mapping[Label, str], names: Sequence[str], place: s
         number = numbers[0]
         word = words[0]
         raise UserError(
-            f"{one_line(place)} has numbers and names of classes: {number} of {one_line(examples[number])[:80]} and "
-            f"{one_line(word)[:80]} of {one_line(examples[word])[:80]}: give all pictures the one, or all the other"
+            f"{one_line(place)} has numbers and names of classes: {number} of "
+            f"{one_line(examples[number])[:80]} and {one_line(word)[:80]} of "
+            f"{one_line(examples[word])[:80]}: give all pictures the one, or all the other"
         )
     if not numbers and not words:
         raise UserError(f"{one_line(place)} has no picture with a class")
@@ -111,14 +127,18 @@ def number_classes(examples: Mapping[Label, str], names: Sequence[str], place: s
         if numbers[-1] >= MOST_CLASSES:
             example = f"class {numbers[-1]} ({one_line(examples[numbers[-1]])[:80]})"
             raise UserError(
-                f"{one_line(place)} has {example}, and a number is a place among the classes, counted from 0 and below "
-                f"{MOST_CLASSES}: number them anew, or give names in place of numbers"
+                f"{one_line(place)} has {example}, and a number is a place among the classes, counted from 0 "
+                f"and below {MOST_CLASSES}: number them anew, or give names in place of numbers"
             )
         names = [str(number) for number in range(numbers[-1] + 1)]
     names = names or words
-    number_of: dict[Label, int] = {label: number for number, label in enumerate(range(len(names)) if numbers else names)}
+    number_of: dict[Label, int] = {
+        label: number for number, label in enumerate(range(len(names)) if numbers else names)
+    }
     for label in (*numbers, *words):
         if label not in number_of:
             example = f"class {one_line(label)[:80]} ({one_line(examples[label])[:80]})"
-            raise UserError(f"{one_line(place)} has {example}, and {len(names)} names of classes: give --classes FILE")
+            raise UserError(
+                f"{one_line(place)} has {example}, and {len(names)} names of classes: give --classes FILE"
+            )
     return [*names], {label: number_of[label] for label in examples}

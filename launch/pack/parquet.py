@@ -1,6 +1,8 @@
-"""Pictures in parquet, as Hugging Face keeps them: a column `image` of bytes or {bytes, path}, and `label`, a number.
+"""Pictures in parquet, as Hugging Face keeps them: a column `image` of bytes or {bytes, path}, and `label`,
+a number.
 
-They are written as the shards of a pack in the order of the rows, some groups of rows to each; a shard that is there is kept.
+They are written as the shards of a pack in the order of the rows, some groups of rows to each; a shard that
+is there is kept.
 """
 
 import contextlib
@@ -32,14 +34,19 @@ class Rows:
     first_row: int  # number of the first row
     count: int = 0
     size: int = 0  # in bytes, as expected
-    groups: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # a file, and the number of a group of rows in it
+    # a file, and the number of a group of rows in it
+    groups: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
 
 def files_of(root: str) -> list[str]:
     """Return the file of parquet that `root` is, or those in this folder or in its only folder, data."""
     if root.endswith(ENDING) and os.path.isfile(root):
         return [root]
-    if not os.path.isdir(root) or {entry.name for entry in os.scandir(root) if entry.is_dir()} - {"data", ".cache", ".git"}:
+    if not os.path.isdir(root) or {entry.name for entry in os.scandir(root) if entry.is_dir()} - {
+        "data",
+        ".cache",
+        ".git",
+    }:
         return []
     for folder in (root, f"{root}/data"):
         if paths := sorted(glob.glob(f"{glob.escape(folder)}/*{ENDING}")):
@@ -50,12 +57,14 @@ def files_of(root: str) -> list[str]:
 def plan(paths: list[str], shard_mb: float, classes_file: Optional[str]) -> tuple[list[Rows], list[str], str]:
     """Return (the shards to make, names of the classes, a digest of the setting and the files).
 
-    The names are those of `classes_file`, else those that the files say. The digest has the names, sizes and labels of the
-    files, not the pictures, which are long.
+    The names are those of `classes_file`, else those that the files say. The digest has the names, sizes and
+    labels of the files, not the pictures, which are long.
     """
     place = os.path.dirname(paths[0]) or "."
     tables = index.by_split(paths, place)
-    classes = _names_of_classes([path for split_paths in tables.values() for path in split_paths], classes_file)
+    classes = _names_of_classes(
+        [path for split_paths in tables.values() for path in split_paths], classes_file
+    )
     planned: list[Rows] = []
     examples: dict[labels.Label, str] = {}
     digest = hashlib.sha256(str(shard_mb).encode())
@@ -66,12 +75,18 @@ def plan(paths: list[str], shard_mb: float, classes_file: Optional[str]) -> tupl
             with _open_table(path) as file:
                 row_labels = _call_arrow(path, lambda: file.read(["label"])).column("label").to_pylist()
                 examples.update(dict.fromkeys(_labels_in({*row_labels}, path), path))
-                digest.update(json.dumps([split, os.path.basename(path), os.path.getsize(path), row_labels]).encode())
+                digest.update(
+                    json.dumps([split, os.path.basename(path), os.path.getsize(path), row_labels]).encode()
+                )
                 for number in range(file.num_row_groups):
                     group = file.metadata.row_group(number)
                     last = planned[-1]
                     if last.groups and last.size + group.total_byte_size > shard_mb * MIB:
-                        last = Rows(split, f"{split}-{len(planned) - first_index:06d}.tar", last.first_row + last.count)
+                        last = Rows(
+                            split,
+                            f"{split}-{len(planned) - first_index:06d}.tar",
+                            last.first_row + last.count,
+                        )
                         planned.append(last)
                     last.groups.append((path, number))
                     last.count += group.num_rows
@@ -81,13 +96,16 @@ def plan(paths: list[str], shard_mb: float, classes_file: Optional[str]) -> tupl
 
 
 def _names_of_classes(paths: list[str], classes_file: Optional[str]) -> list[str]:
-    """Return the names of the classes from `classes_file`, else from the tables, which have to agree; [] without any."""
+    """Return the names of the classes from `classes_file`, else from the tables, which have to agree;
+    [] without any."""
     names = []
     for path in paths:
         with _open_table(path) as file:
             names.append(_class_names(file.schema_arrow))
         if names[-1] != names[0]:
-            raise UserError(f"{one_line(path)} names other classes than {one_line(paths[0])}: they do not belong together")
+            raise UserError(
+                f"{one_line(path)} names other classes than {one_line(paths[0])}: they do not belong together"
+            )
     if classes_file:
         return labels.read_names(classes_file)
     labels.require_distinct_names(names[0], paths[0])
@@ -130,16 +148,25 @@ def _open_table(path: str) -> Any:
     try:
         arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError as error:
-        raise UserError(f"{one_line(path)} needs pyarrow: pip install .[parquet] ({one_line(error)})") from None
+        raise UserError(
+            f"{one_line(path)} needs pyarrow: pip install .[parquet] ({one_line(error)})"
+        ) from None
     types: Any = arrow.types
     file = _call_arrow(path, lambda: parquet.ParquetFile(path))
     kinds = {field.name: field.type for field in file.schema_arrow}
     image, label = (kinds.get(name) for name in COLUMNS)
     if image and types.is_struct(image):
         image = {field.name: field.type for field in image}.get("bytes")
-    if not image or not (types.is_binary(image) or types.is_large_binary(image)) or not label or not types.is_integer(label):
+    if (
+        not image
+        or not (types.is_binary(image) or types.is_large_binary(image))
+        or not label
+        or not types.is_integer(label)
+    ):
         columns = one_line(", ".join(f"{name} ({kind})" for name, kind in kinds.items()))[:200]
-        raise UserError(f"{one_line(path)} needs columns image, of bytes, and label, a number: it has {columns}")
+        raise UserError(
+            f"{one_line(path)} needs columns image, of bytes, and label, a number: it has {columns}"
+        )
     return file
 
 
@@ -156,7 +183,8 @@ def _call_arrow(path: str, call: Callable[[], Any]) -> Any:
 
 
 def _class_names(schema: Any) -> list[str]:
-    """Return the names of the classes in what Hugging Face's datasets keeps with the columns; [] without it."""
+    """Return the names of the classes in what Hugging Face's datasets keeps with the columns;
+    [] without it."""
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, RecursionError):
         names = json.loads(schema.metadata[b"huggingface"])["info"]["features"]["label"]["names"]
         if isinstance(names, list):

@@ -1,4 +1,6 @@
-"""Assign the photographs of a pack to shards, and write the shards. After a kill, a shard is there whole or not at all.
+"""Assign the photographs of a pack to shards, and write the shards.
+
+After a kill, a shard is there whole or not at all.
 
 The same photographs and settings give the same bytes, whatever the user and the number of threads.
 """
@@ -26,10 +28,11 @@ from launch.pack import forms
 
 BLOCK = tarfile.BLOCKSIZE
 KINDS = {
-    b"\xff\xd8": "jpg", b"\x89PNG": "png", b"RIFF": "webp", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif", b"GIF8": "gif",
-    b"P6": "ppm",
+    b"\xff\xd8": "jpg", b"\x89PNG": "png", b"RIFF": "webp", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif",
+    b"GIF8": "gif", b"P6": "ppm",
 }  # fmt: skip
-SAMPLE_FIELDS = ("offset", "length", "checksum", "stored_heights", "stored_widths")  # noted of each sample when it is written
+# noted of each sample when it is written
+SAMPLE_FIELDS = ("offset", "length", "checksum", "stored_heights", "stored_widths")
 
 
 @dataclasses.dataclass
@@ -37,14 +40,18 @@ class Shard:
     name: str
     numbers: list[int]  # of its samples, in their order in the shard
     size: int = 0  # in bytes, as expected
-    note: dict[str, Any] = dataclasses.field(default_factory=dict)  # what its note says; empty until the shard is whole
+    # what its note says; empty until the shard is whole
+    note: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class ShardPlan:
     """The assignment of a split's samples to shards, which depends on the files and the settings alone."""
 
     def __init__(self, files: tree.Tree, split: str, folder: str, options: argparse.Namespace) -> None:
-        """Ask for size and time of every file. The plan's identity is of names, labels, sizes and settings, not of times."""
+        """Ask for size and time of every file.
+
+        The plan's identity is of names, labels, sizes and settings, not of times.
+        """
         self.files = files
         self.split = split
         self.folder = folder
@@ -54,26 +61,35 @@ class ShardPlan:
         described = [packed.FORMATS[self.form], split, self.settings, self.files.classes, self.files.names]
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
         self.identity = _digest(digest, self.files.labels, self.lengths)
-        self.shards = self._assign_samples(int(options.shard_mb * MIB) // tarfile.RECORDSIZE * tarfile.RECORDSIZE)
+        self.shards = self._assign_samples(
+            int(options.shard_mb * MIB) // tarfile.RECORDSIZE * tarfile.RECORDSIZE
+        )
 
     def _stat(self) -> np.ndarray:
         """Return an array of two rows: sizes in bytes and times of the last change in ns of the files."""
 
         def stat(numbers: range) -> list[tuple[int, int]]:
-            return [(status.st_size, status.st_mtime_ns) for status in map(os.stat, map(self.files.path, numbers))]
+            return [
+                (status.st_size, status.st_mtime_ns) for status in map(os.stat, map(self.files.path, numbers))
+            ]
 
-        parts = [range(begin, min(begin + 1000, len(self.files))) for begin in range(0, len(self.files), 1000)]
+        parts = [
+            range(begin, min(begin + 1000, len(self.files))) for begin in range(0, len(self.files), 1000)
+        ]
         with ThreadPoolExecutor(tree.THREADS) as pool:
             return np.array([pair for part in pool.map(stat, parts) for pair in part], np.int64).T
 
     def _assign_samples(self, limit: int) -> list[Shard]:
-        """Assign samples in a shuffled order to shards of about `limit` bytes at most; a larger sample has its own shard."""
+        """Assign samples in a shuffled order to shards of about `limit` bytes at most;
+        a larger sample has its own shard."""
         shards: list[Shard] = []
         filled = limit
         dimensions = zip(*(array.tolist() for array in (self.lengths, self.files.heights, self.files.widths)))
         lengths = [forms.expected_length(self.form, *values) for values in dimensions]
-        for sample in np.random.RandomState(0).permutation(len(self.files)).tolist():  # alike in every version of numpy
-            size = 3 * BLOCK + lengths[sample] + -lengths[sample] % BLOCK  # two headers and the label, a block each
+        # alike in every version of numpy
+        for sample in np.random.RandomState(0).permutation(len(self.files)).tolist():
+            # two headers and the label, a block each
+            size = 3 * BLOCK + lengths[sample] + -lengths[sample] % BLOCK
             if not shards or filled + size > limit:
                 filled = 2 * BLOCK  # the archive's end
                 shards.append(Shard(f"{self.split}-{len(shards):06d}.tar", []))
@@ -83,20 +99,25 @@ class ShardPlan:
         return shards
 
     def sources(self, shard: Shard) -> str:
-        """Return a digest of the pack's settings and the shard's files; it differs if the size or time of a file does."""
-        return _digest(hashlib.sha256(self.identity.encode()), self._changed[shard.numbers], np.array(shard.numbers))
+        """Return a digest of the pack's settings and the shard's files;
+        it differs if the size or time of a file does."""
+        return _digest(
+            hashlib.sha256(self.identity.encode()), self._changed[shard.numbers], np.array(shard.numbers)
+        )
 
     def note_path(self, shard: Shard) -> str:
         return os.path.join(self.folder, f".{shard.name[:-4]}.json")
 
     def missing(self) -> list[Shard]:
-        """Read the notes of all shards into shard.note; return the shards that are missing or were made of other files."""
+        """Read the notes of all shards into shard.note;
+        return the shards that are missing or were made of other files."""
         for shard in self.shards:
             shard.note = self._note(shard)
         return [shard for shard in self.shards if not shard.note]
 
     def _note(self, shard: Shard) -> dict[str, Any]:
-        """Return the shard's JSON note; {} if it is missing, or if the shard's size or files are not those that it states."""
+        """Return the shard's JSON note; {} if it is missing,
+        or if the shard's size or files are not those that it states."""
         note = read_json_dict(self.note_path(shard))
         with contextlib.suppress(OSError):
             size = os.path.getsize(os.path.join(self.folder, shard.name))
@@ -106,12 +127,17 @@ class ShardPlan:
 
     def write_index(self) -> None:
         """Write the index of the split, from the notes of all shards, which have to be there."""
-        arrays: dict[str, np.ndarray] = {name: np.empty(len(self.files), np.int64) for name in ("shard", *SAMPLE_FIELDS)}
+        arrays: dict[str, np.ndarray] = {
+            name: np.empty(len(self.files), np.int64) for name in ("shard", *SAMPLE_FIELDS)
+        }
         for position, shard in enumerate(self.shards):
             arrays["shard"][shard.numbers] = position
             for name in SAMPLE_FIELDS:
                 arrays[name][shard.numbers] = shard.note[name]
-        shards = [{"name": shard.name, **{name: shard.note[name] for name in ("size", "sha256")}} for shard in self.shards]
+        shards = [
+            {"name": shard.name, **{name: shard.note[name] for name in ("size", "sha256")}}
+            for shard in self.shards
+        ]
         about = {**self.settings, "identity": self.identity, "shards": shards}
         if packed.FORMATS[self.form] != 1:
             arrays["special"] = np.zeros(len(self.files))  # none any more: such pictures were decoded here
@@ -119,7 +145,8 @@ class ShardPlan:
 
 
 def make(plan: ShardPlan, shard: Shard, done: Callable[[int], None]) -> None:
-    """Write the shard, calling done(file size) after each sample; then a note by which a later start knows that it is whole."""
+    """Write the shard, calling done(file size) after each sample;
+    then a note by which a later start knows that it is whole."""
     path = os.path.join(plan.folder, shard.name)
     digest = hashlib.sha256()
     columns = {name: [] for name in SAMPLE_FIELDS}
@@ -133,14 +160,20 @@ def make(plan: ShardPlan, shard: Shard, done: Callable[[int], None]) -> None:
             content = plan.files.read(sample)
             if len(content) != plan.lengths[sample]:
                 raise UserError(
-                    f"{one_line(plan.files.path(sample))} changed while it was packed: start again when it no longer changes"
+                    f"{one_line(plan.files.path(sample))} changed while it was packed: start again when "
+                    "it no longer changes"
                 )
             source = functools.partial(plan.files.path, sample)
             with remarks.report_warnings(source, lambda text: say(f"warning: {text}")):
-                stored, *size = forms.stored(plan.form, content, plan.files.special[sample], *plan.files.original_size(sample))
+                stored, *size = forms.stored(
+                    plan.form, content, plan.files.special[sample], *plan.files.original_size(sample)
+                )
             if not min(size):
                 name = one_line(source())
-                say(f"warning: {name} cannot be decoded: it is packed as it is, and a job takes the next one instead")
+                say(
+                    f"warning: {name} cannot be decoded: it is packed as it is, and a job takes the "
+                    "next one instead"
+                )
             for name, value in zip(SAMPLE_FIELDS, (file.tell() + BLOCK, len(stored), crc32(stored), *size)):
                 columns[name].append(value)
             write(pair(sample, stored, int(plan.files.labels[sample])))
@@ -172,7 +205,8 @@ def end(size: int) -> bytes:
 
 
 def _kind(content: bytes) -> str:
-    """Return the file extension for the kind of picture that `content` is by its first bytes; img if the kind is unknown."""
+    """Return the file extension for the kind of picture that `content` is by its first bytes;
+    img if the kind is unknown."""
     return next((kind for prefix, kind in KINDS.items() if content.startswith(prefix)), "img")
 
 

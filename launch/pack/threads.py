@@ -10,8 +10,13 @@ from common.progress import Progress
 Done = Callable[[int], None]  # adds one thing of so many bytes to the progress
 
 
-def in_threads(workers: int, work: Callable[[Any, Done], object], items: Sequence[Any], progress: Progress) -> None:
-    """Call `work(item, done)` for all items in threads. `work` calls done(size), which raises once another item has failed."""
+def in_threads(
+    workers: int, work: Callable[[Any, Done], object], items: Sequence[Any], progress: Progress
+) -> None:
+    """Call `work(item, done)` for all items in threads.
+
+    `work` calls done(size), which raises once another item has failed.
+    """
     failed = threading.Event()
 
     def done(size: int) -> None:

@@ -1,13 +1,15 @@
-"""Send a job to a platform: check and build its request, show it or upload the code and send it, follow it, stop it.
+"""Send a job to a platform: check and build its request, show it or upload the code and send it, follow it,
+stop it.
 
     python -m launch submit --platform modelarts jobs/train_ddp.py --nodes 2 --gpus 8 --region cn-north-4 \\
         --flavor FLAVOR --engine pytorch_2.1.0-cuda_12.1-py_3.10.6-ubuntu_22.04-x86_64 \\
-        --code_url obs://bucket/code --data_url obs://bucket/cifar10 --output_url obs://bucket/runs/7 -- --epochs 30
-    python -m launch submit --platform local     jobs/train_ddp.py --nodes 2 --gpus 8 ...       the same, on this machine
+        --code_url obs://bucket/code --data_url obs://bucket/cifar10 --output_url obs://bucket/runs/7 \\
+        -- --epochs 30
+    python -m launch submit --platform local jobs/train_ddp.py --nodes 2 --gpus 8 ...  the same, here
     python -m launch submit --platform modelarts --region cn-north-4 --stop JOB_ID
 
-With --dry_run true, or without --dry_run where there is no credential, the request is printed and nothing is sent.
-Credentials come from where each platform's own SDK looks for them, never from an option.
+With --dry_run true, or without --dry_run where there is no credential, the request is printed and nothing is
+sent. Credentials come from where each platform's own SDK looks for them, never from an option.
 """
 
 import argparse
@@ -47,9 +49,13 @@ FAILED_LOOKS = 10  # requests in a row that may fail: a job runs for days, and a
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this verb; each field of Request made by option() is an option of it."""
     verb_parser = new_parser("submit", __doc__, allow_abbrev=False)
-    verb_parser.add_argument("job", nargs="?", help="the job's file, such as jobs/train_ddp.py; its own options come after --")
+    verb_parser.add_argument(
+        "job", nargs="?", help="the job's file, such as jobs/train_ddp.py; its own options come after --"
+    )
     platform_help = "where the job is to run; local: on this machine"
-    verb_parser.add_argument("--platform", type=platform_name, choices=PLATFORMS, required=True, help=platform_help)
+    verb_parser.add_argument(
+        "--platform", type=platform_name, choices=PLATFORMS, required=True, help=platform_help
+    )
     for field in dataclasses.fields(Request):
         if not field.metadata:
             continue
@@ -61,7 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
         default_note = "" if default in (None, ()) else f" (default: {str(default).lower()})"
         bounds = "{:g} to {:g}".format(*BOUNDS[field.name]) if field.name in BOUNDS else ""
         help_text = ", ".join(filter(None, [field.metadata["help"], bounds]))
-        verb_parser.add_argument(f"--{field.name}", help=help_text + default_note + platform_note(field.metadata), **kwargs)
+        verb_parser.add_argument(
+            f"--{field.name}", help=help_text + default_note + platform_note(field.metadata), **kwargs
+        )
     dry_run_help = "print the request and send nothing; unset: only where there is no credential"
     verb_parser.add_argument("--dry_run", type=boolean, metavar=YES_OR_NO, help=dry_run_help)
     help_text = "print the state and the log until the job ends (default: false)"
@@ -73,12 +81,15 @@ def build_parser() -> argparse.ArgumentParser:
 def platform_name(text: str) -> str:
     """Return the text, as a type for argparse; k8s is refused with the names to choose from."""
     if text == "k8s":
-        raise argparse.ArgumentTypeError("k8s is kubernetes, or kubeflow or volcano where the cluster has one of them")
+        raise argparse.ArgumentTypeError(
+            "k8s is kubernetes, or kubeflow or volcano where the cluster has one of them"
+        )
     return text
 
 
 def platform_note(about: Mapping[str, Any]) -> str:
-    """Return a note such as " [only A; needed by B]" for an option's help, or "" if neither restriction applies."""
+    """Return a note such as " [only A; needed by B]" for an option's help,
+    or "" if neither restriction applies."""
     used, needed = (", ".join(about[name]) for name in ("used_by", "needed_by"))
     words = []
     if about["used_by"] != REMOTE and used != needed:
@@ -104,9 +115,14 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def request_from(options: argparse.Namespace, arguments: list[str], now: datetime.datetime) -> Request:
-    """Return the Request that these options describe. Without --name, it is named after the job's file and the time."""
+    """Return the Request that these options describe.
+
+    Without --name, it is named after the job's file and the time.
+    """
     values = {
-        name: value for name, value in vars(options).items() if name in Request.__dataclass_fields__ and value is not None
+        name: value
+        for name, value in vars(options).items()
+        if name in Request.__dataclass_fields__ and value is not None
     }
     tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     stem = os.path.splitext(os.path.basename(options.job or "job"))[0].lower().replace("_", "-")
@@ -147,7 +163,8 @@ def submit(platform: Platform, request: Request, options: argparse.Namespace) ->
 
 
 def masked(body: object) -> Any:
-    """Return a copy of a request for display, in which secrets are masked in every string (common/secrets.py)."""
+    """Return a copy of a request for display, in which secrets are masked in every string
+    (common/secrets.py)."""
     if isinstance(body, dict):
         return {name: masked(value) for name, value in body.items()}
     if isinstance(body, list):
@@ -181,7 +198,8 @@ def call_platform(platform: Platform, function: Callable[..., Any], *arguments: 
 
 
 def upload(job: str, url: str, region: Optional[str], arguments: Sequence[str] = ()) -> None:
-    """Upload the bundled job, its requirements and SageMaker's boot program; set AWS_REGION to `region` if it is unset."""
+    """Upload the bundled job, its requirements and SageMaker's boot program;
+    set AWS_REGION to `region` if it is unset."""
     if region:
         os.environ.setdefault("AWS_REGION", region)  # the bucket is in the region of the job
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as folder:
@@ -191,7 +209,8 @@ def upload(job: str, url: str, region: Optional[str], arguments: Sequence[str] =
 
 
 def follow(platform: Platform, client: object, request: Request, job_id: str) -> int:
-    """Print new states and log lines until the job ends; return 0 if it succeeded, 1 if it did not, 130 after Ctrl-C."""
+    """Print new states and log lines until the job ends; return 0 if it succeeded, 1 if it did not,
+    130 after Ctrl-C."""
     previous = None
     failures = 0
     shown: list[str] = []
@@ -224,6 +243,11 @@ def follow(platform: Platform, client: object, request: Request, job_id: str) ->
 
 
 def new_lines(shown: list[str], lines: list[str]) -> list[str]:
-    """Return the lines that were not shown yet. A platform returns the last lines of a log, some of them again."""
-    overlap = next((size for size in range(min(len(shown), len(lines)), 0, -1) if shown[-size:] == lines[:size]), 0)
+    """Return the lines that were not shown yet.
+
+    A platform returns the last lines of a log, some of them again.
+    """
+    overlap = next(
+        (size for size in range(min(len(shown), len(lines)), 0, -1) if shown[-size:] == lines[:size]), 0
+    )
     return lines[overlap:]

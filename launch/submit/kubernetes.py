@@ -1,6 +1,8 @@
-"""A Kubernetes cluster: an indexed Job, Kubeflow's PyTorchJob and TrainJob, and Volcano's Job, by the kubernetes client.
+"""A Kubernetes cluster: an indexed Job, Kubeflow's PyTorchJob and TrainJob, and Volcano's Job,
+by the kubernetes client.
 
-Their pods are in pods.py. What the pods need besides, a Secret and a Service, is made after the job and deleted with it.
+Their pods are in pods.py. What the pods need besides, a Secret and a Service, is made after the job and
+deleted with it.
 """
 
 import contextlib
@@ -21,7 +23,12 @@ from launch.submit.platform import LOG_LINES, Platform, in_environment, not_inst
 from launch.submit.request import Request
 
 QUEUE = "kueue.x-k8s.io/queue-name"
-ENDED = {"Succeeded": 0, "Complete": 0, "Completed": 0, **dict.fromkeys(["Failed", "Aborted", "Terminated"], 1)}
+ENDED = {
+    "Succeeded": 0,
+    "Complete": 0,
+    "Completed": 0,
+    **dict.fromkeys(["Failed", "Aborted", "Terminated"], 1),
+}
 MISTAKE = 2  # the exit code of a job that another start would not help
 
 # What changes the pods of a TrainJob: since Kubeflow Trainer 2.2, and in 2.1, which has no security contexts.
@@ -29,10 +36,11 @@ PATCHES = "runtimePatches"
 OVERRIDES = "podTemplateOverrides"
 SINCE_2_2 = {"securityContext"}
 HAS_NO_PATCHES = re.compile(r'unknown field \\*"spec\.runtimePatches\\*"')  # what a cluster with 2.1 answers
-# The fields of a pod and of its container that these may change, and those of a container that a TrainJob has elsewhere.
+# The fields of a pod and of its container that these may change, and those of a container that a TrainJob has
+# elsewhere.
 OF_A_PATCHED_POD = {
-    "serviceAccountName", "volumes", "initContainers", "containers", "imagePullSecrets", "securityContext", "nodeSelector",
-    "affinity", "tolerations", "schedulingGates",
+    "serviceAccountName", "volumes", "initContainers", "containers", "imagePullSecrets", "securityContext",
+    "nodeSelector", "affinity", "tolerations", "schedulingGates",
 }  # fmt: skip
 OF_A_PATCHED_CONTAINER = {"name", "volumeMounts", "securityContext"}
 OF_A_TRAINER = {"image", "command", "args", "env", "resources"}
@@ -61,17 +69,25 @@ def _option_mistakes(request: Request) -> Iterator[str]:
     """Yield a line for each mistake in the options of a cluster; --patch has to be valid."""
     code_url = request.code_url or ""
     if request.runtime and (request.upload_url or request.secret):
-        yield "a TrainJob takes neither code from a bucket nor --secret: give --code_url /FOLDER of the image or of --volumes"
+        yield (
+            "a TrainJob takes neither code from a bucket nor --secret: give --code_url /FOLDER of the "
+            "image or of --volumes"
+        )
     if request.platform == "volcano" and request.hours and request.retries:
         limits = f"--hours is {request.hours:g} and --retries is {request.retries}"
-        yield f"{limits}: volcano counts them anew in each start, {request.retries + 1} times: give --retries 0, or no --hours"
+        yield (
+            f"{limits}: volcano counts them anew in each start, {request.retries + 1} times: give --retries "
+            "0, or no --hours"
+        )
     if code_url.startswith(("obs://", "oss://")) and not request.region:
         yield f"--code_url is {code_url}: give --region, such as cn-north-4"
     if taken := pods.OWN_FOLDERS & {folder.rstrip("/") for _, folder in pods.mounts(request)}:
         yield f"--volumes: {taken.pop()} is a folder of the pod itself: mount the claim elsewhere"
     if _is_lost_with_the_pod(request, request.output_url):
         option = f"--output_url {request.output_url}"
-        yield f"{option} is in no volume, so it is lost with the pod: give --volumes claim:/FOLDER, or a bucket"
+        yield (
+            f"{option} is in no volume, so it is lost with the pod: give --volumes claim:/FOLDER, or a bucket"
+        )
     if request.runtime:
         yield from _mistakes_of_a_train_job(request)
 
@@ -87,14 +103,19 @@ def _mistakes_of_a_train_job(request: Request) -> Iterator[str]:
     refused = sorted({*pod} - OF_A_PATCHED_POD) + sorted({*node} - OF_A_PATCHED_CONTAINER - OF_A_TRAINER)
     refused += [f"a container {container['name']}" for container in extra_containers]
     if refused:
-        yield f"--patch: a TrainJob, whose container is node, cannot change {', '.join(refused)}: its runtime has to have it"
+        yield (
+            f"--patch: a TrainJob, whose container is node, cannot change {', '.join(refused)}: its runtime "
+            "has to have it"
+        )
 
 
 def warnings(request: Request) -> Iterator[str]:
     """Yield a line for each folder that is in no volume, so that only the image can have it."""
     for name in ("code_url", "data_url"):
         if _is_lost_with_the_pod(request, getattr(request, name)):
-            yield f"--{name} {getattr(request, name)} is in no volume of --volumes, so the image has to have it"
+            yield (
+                f"--{name} {getattr(request, name)} is in no volume of --volumes, so the image has to have it"
+            )
 
 
 def _is_lost_with_the_pod(request: Request, folder: Optional[str]) -> bool:
@@ -108,17 +129,20 @@ def _is_lost_with_the_pod(request: Request, folder: Optional[str]) -> bool:
     return not f"{folder}/".startswith(tuple(f"{path}/" for path in paths))
 
 
-# --- The kinds of jobs --------------------------------------------------------------------------------------------------
+# --- The kinds of jobs --------------------------------------------------------------------------------------
 
 
 def _indexed_job(request: Request) -> Fields:
     """Return the spec of a Job whose completion index is the node.
 
-    With --retries, a pod that fails is started again. A pod that the cluster has evicted does not count as a failure then."""
+    With --retries, a pod that fails is started again. A pod that the cluster has evicted does not count as a
+    failure then."""
     exit_codes = {"containerName": "pytorch", "operator": "In", "values": [MISTAKE]}
     rules: list[Fields] = [{"action": "FailJob", "onExitCodes": exit_codes}]
     if request.retries:
-        rules.append({"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]})
+        rules.append(
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+        )
     return requests.without_none(
         completionMode="Indexed",
         completions=request.nodes,
@@ -131,26 +155,37 @@ def _indexed_job(request: Request) -> Fields:
 
 
 def _pytorch_job(request: Request) -> Fields:
-    """Return the spec of a PyTorchJob. With --retries, a container that fails is restarted in its pod, and the job resumes."""
+    """Return the spec of a PyTorchJob.
+
+    With --retries, a container that fails is restarted in its pod, and the job resumes.
+    """
     policy = requests.without_none(
         backoffLimit=request.retries, cleanPodPolicy="Running", activeDeadlineSeconds=request.seconds
     )
     restart = "OnFailure" if request.retries else "Never"
     template = pods.template(request)
     replicas = {
-        name: {"replicas": count, "restartPolicy": restart, "template": template} for name, count in _tasks(request).items()
+        name: {"replicas": count, "restartPolicy": restart, "template": template}
+        for name, count in _tasks(request).items()
     }
     processes = str(request.gpus) if request.gpus else None
     return requests.without_none(runPolicy=policy, pytorchReplicaSpecs=replicas, nprocPerNode=processes)
 
 
 def _volcano_job(request: Request) -> Fields:
-    """Return a Volcano Job's spec. With --retries, a failure restarts all pods (--min_nodes: that pod), but not exit code 2."""
-    template = pods.template(request, restartPolicy="Never", **requests.without_none(activeDeadlineSeconds=request.seconds))
+    """Return a Volcano Job's spec.
+
+    With --retries, a failure restarts all pods (--min_nodes: that pod), but not exit code 2.
+    """
+    template = pods.template(
+        request, restartPolicy="Never", **requests.without_none(activeDeadlineSeconds=request.seconds)
+    )
     tasks: list[Fields] = [
-        {"name": name.lower(), "replicas": count, "template": template} for name, count in _tasks(request).items()
+        {"name": name.lower(), "replicas": count, "template": template}
+        for name, count in _tasks(request).items()
     ]
-    tasks[0]["policies"] = [{"event": "TaskCompleted", "action": "CompleteJob"}]  # the job is complete when its master is
+    # the job is complete when its master is
+    tasks[0]["policies"] = [{"event": "TaskCompleted", "action": "CompleteJob"}]
     policies: list[Fields] = []
     if request.retries:
         # MISTAKE is a mistake in the request, which a restart would only repeat.
@@ -169,7 +204,10 @@ def _volcano_job(request: Request) -> Fields:
 
 
 def _train_job(request: Request) -> Fields:
-    """Return the spec of a TrainJob. Its --runtime sets restarts and the grace period; a patch changes the runtime's pods."""
+    """Return the spec of a TrainJob.
+
+    Its --runtime sets restarts and the grace period; a patch changes the runtime's pods.
+    """
     pod = _pod_of_a_train_job(request)
     container = pod["containers"][0]
     trainer = requests.without_none(
@@ -182,7 +220,10 @@ def _train_job(request: Request) -> Fields:
     metadata = patches.read(request.patch).get("template", {}).get("metadata")
     template = requests.without_none(metadata=metadata, spec={**pod, "containers": [patched]})
     jobs = [{"name": "node", "template": {"spec": {"template": template}}}]
-    patch = {"manager": "anyrank/submit", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
+    patch = {
+        "manager": "anyrank/submit",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}},
+    }
     return requests.without_none(
         runtimeRef={"name": request.runtime},
         trainer=trainer,
@@ -192,7 +233,8 @@ def _train_job(request: Request) -> Fields:
 
 
 def _pod_of_a_train_job(request: Request) -> Fields:
-    """Return what the pods of a runtime are changed to, as --patch has it; the container also has what goes elsewhere."""
+    """Return what the pods of a runtime are changed to, as --patch has it;
+    the container also has what goes elsewhere."""
     container = {**pods.container(request), "name": "node"}
     del container["workingDir"]
     pod = {"securityContext": pods.OF_THE_POD, "containers": [container], "volumes": pods.volumes(request)}
@@ -212,7 +254,9 @@ JOB_LABELS = f"batch.kubernetes.io/job-name={{name}},{INDEX}"
 TRAIN_JOB_LABELS = f"jobset.sigs.k8s.io/jobset-name={{name}},{INDEX}"
 JOB = JobKind("Job", "batch", "v1", "jobs", _indexed_job, "", JOB_LABELS)
 PYTORCH_JOB = JobKind("PyTorchJob", "kubeflow.org", "v1", "pytorchjobs", _pytorch_job, "{name}-master-0")
-TRAIN_JOB = JobKind("TrainJob", "trainer.kubeflow.org", "v1alpha1", "trainjobs", _train_job, "", TRAIN_JOB_LABELS)
+TRAIN_JOB = JobKind(
+    "TrainJob", "trainer.kubeflow.org", "v1alpha1", "trainjobs", _train_job, "", TRAIN_JOB_LABELS
+)
 VOLCANO_JOB = JobKind("Job", "batch.volcano.sh", "v1alpha1", "jobs", _volcano_job, "{name}-master-0")
 
 
@@ -229,11 +273,17 @@ def build(request: Request) -> Fields:
     if request.queue:
         metadata["labels"] = {QUEUE: request.queue}
     metadata = patches.merged(metadata, patches.read(request.patch).get("metadata", {}))
-    return {"apiVersion": f"{kind.group}/{kind.version}", "kind": kind.name, "metadata": metadata, "spec": kind.spec(request)}
+    return {
+        "apiVersion": f"{kind.group}/{kind.version}",
+        "kind": kind.name,
+        "metadata": metadata,
+        "spec": kind.spec(request),
+    }
 
 
 def service(request: Request) -> Optional[Fields]:
-    """Return the Service that gives each pod of a plain Job a name; None for one node or another kind of job."""
+    """Return the Service that gives each pod of a plain Job a name;
+    None for one node or another kind of job."""
     if request.nodes == 1 or kind_of(request) is not JOB:
         return None
     spec = {
@@ -246,15 +296,22 @@ def service(request: Request) -> Optional[Fields]:
 
 
 def secret(request: Request, value: str) -> Optional[Fields]:
-    """Return the Secret by which several nodes authenticate to each other (docs/security.md); None for one node."""
+    """Return the Secret by which several nodes authenticate to each other (docs/security.md);
+    None for one node."""
     if request.nodes == 1:
         return None
     metadata = {"name": pods.secret_name(request), "namespace": request.namespace}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {pods.SECRET_KEY: value}}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata,
+        "stringData": {pods.SECRET_KEY: value},
+    }
 
 
 def show(request: Request, body: Any) -> str:
-    """Return all objects as YAML for `kubectl apply -f -`; comments above say what they need, and show the Secret."""
+    """Return all objects as YAML for `kubectl apply -f -`; comments above say what they need,
+    and show the Secret."""
     comments = list(_needs(request))
     if hidden := secret(request, HIDDEN):
         comments += _documents([hidden]).splitlines()
@@ -275,15 +332,22 @@ def _needs(request: Request) -> Iterator[str]:
         yield f"the Secret {request.secret} has to be there"
     if kind_of(request) is PYTORCH_JOB and request.nodes > 1:
         yield (
-            "Kubeflow 1 adds an init container without a security context to the workers, which a restricted namespace "
-            "refuses: give --platform kubernetes there"
+            "Kubeflow 1 adds an init container without a security context to the workers, which a "
+            "restricted namespace refuses: give --platform kubernetes there"
         )
     if request.runtime:
-        yield f"{PATCHES} need Kubeflow Trainer 2.2; a cluster with 2.1 is sent {OVERRIDES}, without the security contexts"
+        yield (
+            f"{PATCHES} need Kubeflow Trainer 2.2; a cluster with 2.1 is sent {OVERRIDES}, without the "
+            "security contexts"
+        )
     if request.nodes > 1:
         name = pods.secret_name(request)
-        create_secret = f"create secret generic {name} --from-literal={pods.SECRET_KEY}=$(openssl rand -hex 32)"
-        yield f"this Secret is made as the job is sent; by hand: kubectl -n {request.namespace} {create_secret}"
+        create_secret = (
+            f"create secret generic {name} --from-literal={pods.SECRET_KEY}=$(openssl rand -hex 32)"
+        )
+        yield (
+            f"this Secret is made as the job is sent; by hand: kubectl -n {request.namespace} {create_secret}"
+        )
 
 
 def _documents(objects: list[Fields]) -> str:
@@ -295,11 +359,12 @@ def _documents(objects: list[Fields]) -> str:
     return yaml.safe_dump_all(copies, sort_keys=False, allow_unicode=True, width=120)
 
 
-# --- Sending -----------------------------------------------------------------------------------------------------------
+# --- Sending ------------------------------------------------------------------------------------------------
 
 
 def connect(request: Request) -> Any:
-    """Return an ApiClient, by the kubeconfig, or inside a cluster without KUBECONFIG by the service account."""
+    """Return an ApiClient, by the kubeconfig, or inside a cluster without KUBECONFIG by the service
+    account."""
     try:
         import kubernetes
     except ImportError:
@@ -312,7 +377,12 @@ def connect(request: Request) -> Any:
 
 def _api_arguments(request: Request) -> dict[str, str]:
     kind = kind_of(request)
-    return {"group": kind.group, "version": kind.version, "namespace": request.namespace, "plural": kind.plural}
+    return {
+        "group": kind.group,
+        "version": kind.version,
+        "namespace": request.namespace,
+        "plural": kind.plural,
+    }
 
 
 def _custom_objects(client: object) -> Any:
@@ -322,9 +392,15 @@ def _custom_objects(client: object) -> Any:
 
 
 def send(client: object, request: Request, body: Any) -> str:
-    """Create the job, then its Service and its Secret, for which the pods wait; the cluster deletes both with the job."""
+    """Create the job, then its Service and its Secret, for which the pods wait;
+    the cluster deletes both with the job."""
     created = _create(client, request, body)
-    owner = {"apiVersion": body["apiVersion"], "kind": body["kind"], "name": created["name"], "uid": created["uid"]}
+    owner = {
+        "apiVersion": body["apiVersion"],
+        "kind": body["kind"],
+        "name": created["name"],
+        "uid": created["uid"],
+    }
     try:
         for extra in (service(request), secret(request, secrets.token_hex(32))):
             if extra:
@@ -338,7 +414,10 @@ def send(client: object, request: Request, body: Any) -> str:
 
 
 def _create(client: object, request: Request, body: Fields) -> Fields:
-    """Create the job, and return its metadata. A field that the cluster does not know is refused, and not left out unseen."""
+    """Create the job, and return its metadata.
+
+    A field that the cluster does not know is refused, and not left out unseen.
+    """
     from kubernetes.client.exceptions import ApiException
 
     def create(form: Fields) -> Fields:
@@ -352,16 +431,23 @@ def _create(client: object, request: Request, body: Fields) -> Fields:
     except ApiException as error:
         if not HAS_NO_PATCHES.search(str(error.body)):
             raise
-    message = "the cluster has Kubeflow Trainer 2.1, which takes no security contexts: they have to be in the runtime"
+    message = (
+        "the cluster has Kubeflow Trainer 2.1, which takes no security contexts: they have to be in the "
+        "runtime"
+    )
     print(f"warning: {message}", file=sys.stderr)
     return create({**body, "spec": _for_trainer_2_1(body["spec"])})
 
 
 def _for_trainer_2_1(spec: Fields) -> Fields:
-    """Return the spec of a TrainJob with podTemplateOverrides in place of runtimePatches, without security contexts, which the
-    first cannot hold; UserError for a time limit, which Kubeflow Trainer 2.1 does not know."""
+    """Return the spec of a TrainJob with podTemplateOverrides in place of runtimePatches, without security
+    contexts, which the first cannot hold; UserError for a time limit, which Kubeflow Trainer 2.1 does not
+    know."""
     if "activeDeadlineSeconds" in spec:
-        raise UserError("the cluster's Kubeflow Trainer is older than 2.2, and has no time limit for a job: leave --hours out")
+        raise UserError(
+            "the cluster's Kubeflow Trainer is older than 2.2, and has no time limit for a job: leave "
+            "--hours out"
+        )
     (patch,) = spec[PATCHES]
     (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     template = job["template"]["spec"]["template"]
@@ -391,27 +477,42 @@ def console(request: Request, job_id: str) -> str:
 
 
 def state(client: object, request: Request, job_id: str) -> tuple[str, Optional[int]]:
-    """Return (state, exit code or None until the job ends): Volcano's phase, the newest condition, or whether pods run."""
-    status = _custom_objects(client).get_namespaced_custom_object(**_api_arguments(request), name=job_id).get("status") or {}
-    true_conditions = [condition["type"] for condition in status.get("conditions", []) if condition.get("status") == "True"]
+    """Return (state, exit code or None until the job ends): Volcano's phase, the newest condition,
+    or whether pods run."""
+    status = (
+        _custom_objects(client)
+        .get_namespaced_custom_object(**_api_arguments(request), name=job_id)
+        .get("status")
+        or {}
+    )
+    true_conditions = [
+        condition["type"] for condition in status.get("conditions", []) if condition.get("status") == "True"
+    ]
     ended = next((condition for condition in true_conditions if condition in ENDED), None)
     # Without a condition: a Job, or a TrainJob.
     is_running = any(entry.get("ready") for entry in [status, *status.get("jobsStatus", [])])
     default = "Running" if is_running else "Created"
-    name = status.get("state", {}).get("phase") or ended or (true_conditions[-1] if true_conditions else default)
+    name = (
+        status.get("state", {}).get("phase") or ended or (true_conditions[-1] if true_conditions else default)
+    )
     return name, ENDED.get(name)
 
 
 def log(client: object, request: Request, job_id: str) -> list[str]:
-    """Return the last lines of the first pod's log, in which rank 0 prints the progress; empty if it has no pod yet."""
+    """Return the last lines of the first pod's log, in which rank 0 prints the progress;
+    empty if it has no pod yet."""
     from kubernetes.client import CoreV1Api
 
     core: Any = CoreV1Api(client)
     kind = kind_of(request)
-    name = kind.first_pod.format(name=job_id) or _newest_pod(core, request.namespace, kind.labels.format(name=job_id))
+    name = kind.first_pod.format(name=job_id) or _newest_pod(
+        core, request.namespace, kind.labels.format(name=job_id)
+    )
     if name is None:
         return []
-    answer: Any = core.read_namespaced_pod_log(name, request.namespace, tail_lines=LOG_LINES, _preload_content=False)
+    answer: Any = core.read_namespaced_pod_log(
+        name, request.namespace, tail_lines=LOG_LINES, _preload_content=False
+    )
     return answer.data.decode(errors="replace").splitlines()
 
 

@@ -1,4 +1,5 @@
-"""Submit a job to this machine: `launch local` runs the request, from a copy of the code as it would be uploaded."""
+"""Submit a job to this machine: `launch local` runs the request,
+from a copy of the code as it would be uploaded."""
 
 import os
 import shlex
@@ -14,7 +15,8 @@ from launch.submit.request import Request
 
 
 def build(request: Request) -> dict[str, Any]:
-    """Return the arguments and variables for `launch local`; send() replaces CODE by the folder to which it copies the code."""
+    """Return the arguments and variables for `launch local`;
+    send() replaces CODE by the folder to which it copies the code."""
     words = ["--nodes", str(request.nodes)]
     if request.gpus:
         words += ["--procs", str(request.gpus)]
@@ -30,9 +32,13 @@ def send(client: object, request: Request, body: Any) -> int:
     """Run the job to its end and return its exit code, since it has no id."""
     with tempfile.TemporaryDirectory(prefix="anyrank-code-") as code:
         requests.stage(request.job, code, request.arguments)
-        os.environ.update(body["environment"], ANYRANK_LAUNCHER=shlex.join(["python", "-m", "launch", *sys.argv[1:]]))
+        os.environ.update(
+            body["environment"], ANYRANK_LAUNCHER=shlex.join(["python", "-m", "launch", *sys.argv[1:]])
+        )
         job = f"CODE/{request.job}"
-        return local.main([os.path.join(code, request.job) if word == job else word for word in body["launch local"]])
+        return local.main(
+            [os.path.join(code, request.job) if word == job else word for word in body["launch local"]]
+        )
 
 
 def _refuse(*_: object) -> NoReturn:

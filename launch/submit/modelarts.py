@@ -1,7 +1,7 @@
 """Huawei ModelArts: a training job of its version 2 interface, sent through huaweicloudsdkmodelarts.
 
-The body is sent as a dictionary, because the SDK's class Output has no field for the download before the start. Without this
-download, a job that is started again would have an empty output folder.
+The body is sent as a dictionary, because the SDK's class Output has no field for the download before the
+start. Without this download, a job that is started again would have an empty output folder.
 """
 
 import re
@@ -16,7 +16,8 @@ from launch.submit import request as requests
 from launch.submit.platform import Platform, in_environment, not_installed
 from launch.submit.request import Request
 
-CODE_FOLDER = "/home/ma-user/modelarts/user-job-dir"  # code_dir is copied into it, under the name of its last folder
+# code_dir is copied into it, under the name of its last folder
+CODE_FOLDER = "/home/ma-user/modelarts/user-job-dir"
 MOST_HOURS = 72  # the limit of ModelArts' Auto Stop
 ON_NPUS = r"ascend|cann|npu|snt9"  # in the names of engines and flavors for NPUs
 ENDED = {"Completed": 0, "Failed": 1, "Abnormal": 1, "Terminated": 1}
@@ -25,7 +26,10 @@ ENDED = {"Completed": 0, "Failed": 1, "Abnormal": 1, "Terminated": 1}
 def mistakes(request: Request) -> Iterator[str]:
     """Yield a line for each mistake that only ModelArts refuses."""
     if bool(request.image) == bool(request.engine):
-        yield "modelarts needs --engine, one of its own PyTorch images, or --image, one of yours: give one of them"
+        yield (
+            "modelarts needs --engine, one of its own PyTorch images, or --image, one of yours: give one "
+            "of them"
+        )
     if request.engine:
         try:
             engines.parse(request.engine)
@@ -39,14 +43,18 @@ def mistakes(request: Request) -> Iterator[str]:
     if request.hours is not None and request.hours != int(request.hours):
         yield f"--hours is {request.hours:g}: modelarts counts whole hours"
     if request.hours is not None and request.hours > MOST_HOURS:
-        yield f"--hours is {request.hours:g}: modelarts stops a job after {MOST_HOURS} at most: give the job --max_hours"
+        yield (
+            f"--hours is {request.hours:g}: modelarts stops a job after {MOST_HOURS} at most: give the job "
+            "--max_hours"
+        )
     for name, value in request.environment.items():
         if "$" in value:
             yield f"--env {name}: modelarts takes no $ in a value"
 
 
 def _wrong_accelerator(request: Request) -> Iterator[str]:
-    """Yield a line if --accelerator is unknown, or does not match the engine or flavor: the job would fail minutes later."""
+    """Yield a line if --accelerator is unknown, or does not match the engine or flavor:
+    the job would fail minutes later."""
     if request.accelerator not in ("gpu", "npu"):
         yield f"--accelerator is {request.accelerator!r}: give gpu or npu"
         return
@@ -62,7 +70,9 @@ def _wrong_accelerator(request: Request) -> Iterator[str]:
 def build(request: Request) -> dict[str, Any]:
     """Return the body of the request that creates a training job."""
     spec = requests.without_none(
-        resource=requests.without_none(flavor_id=request.flavor, node_count=request.nodes, pool_id=request.pool),
+        resource=requests.without_none(
+            flavor_id=request.flavor, node_count=request.nodes, pool_id=request.pool
+        ),
         log_export_path={"obs_url": _path(request.log_url)} if request.log_url else None,
         auto_stop={"time_unit": "HOURS", "duration": int(request.hours)} if request.hours else None,
         schedule_policy={"preemptible": True} if request.spot else None,
@@ -74,7 +84,9 @@ def build(request: Request) -> dict[str, Any]:
             "fault-tolerance/job-unconditional-retry": "true",
             "fault-tolerance/hang-retry": "true",
         }
-    metadata = requests.without_none(name=request.name, workspace_id=request.workspace, annotations=annotations)
+    metadata = requests.without_none(
+        name=request.name, workspace_id=request.workspace, annotations=annotations
+    )
     return {"kind": "job", "metadata": metadata, "algorithm": _algorithm(request), "spec": spec}
 
 
@@ -82,7 +94,8 @@ def _algorithm(request: Request) -> dict[str, Any]:
     """Return the part of the request with the code, the folders, the variables and what is started."""
     assert request.code_url and request.output_url  # mistakes() has refused a request without them
     code = _path(request.code_url)
-    # ModelArts appends the folders to a boot file's arguments, but not to an image's command, which gets them as variables.
+    # ModelArts appends the folders to a boot file's arguments, but not to an image's command, which gets them
+    # as variables.
     access = "env" if request.image else "parameter"
     output = {
         **_channel("train_url", request.output_url, access),
@@ -90,7 +103,8 @@ def _algorithm(request: Request) -> dict[str, Any]:
         "period": 30,
         "prefetch_to_local": True,  # so that a restarted job finds what it has written
     }
-    # The Ascend engine itself starts the boot file once for each card, so the job must not start more processes.
+    # The Ascend engine itself starts the boot file once for each card, so the job must not start more
+    # processes.
     is_by_card = request.accelerator == "npu" and not request.image
     workers = {} if is_by_card else request.workers
     inputs = []
@@ -104,7 +118,11 @@ def _algorithm(request: Request) -> dict[str, Any]:
     }
     if request.image:
         folder = f"{CODE_FOLDER}/{code.rstrip('/').rsplit('/', 1)[1]}"
-        return {**algorithm, "engine": {"image_url": request.image}, "command": shlex.join(requests.command(request, folder))}
+        return {
+            **algorithm,
+            "engine": {"image_url": request.image},
+            "command": shlex.join(requests.command(request, folder)),
+        }
     return {
         **algorithm,
         "boot_file": code + request.job,
@@ -122,7 +140,7 @@ def _path(url: str) -> str:
     return url[len("obs:/") :].rstrip("/") + "/"
 
 
-# --- Sending -----------------------------------------------------------------------------------------------------------
+# --- Sending ------------------------------------------------------------------------------------------------
 
 
 def connect(request: Request) -> Any:
@@ -141,7 +159,9 @@ def connect(request: Request) -> Any:
         region: Any = ModelArtsRegion.value_of(request.region)
         return builder.with_region(region).build()
     except KeyError:
-        raise UserError(f"ModelArts has no region {request.region!r}: check its name, or give --endpoint") from None
+        raise UserError(
+            f"ModelArts has no region {request.region!r}: check its name, or give --endpoint"
+        ) from None
 
 
 def send(client: Any, request: Request, body: Any) -> str:
@@ -151,19 +171,25 @@ def send(client: Any, request: Request, body: Any) -> str:
         url = getattr(request, name)
         if url and (encryption := bucket.encryption(url)):
             raise UserError(
-                f"--{name} {url}: the bucket is encrypted ({encryption}), which ModelArts' jobs cannot read: give another"
+                f"--{name} {url}: the bucket is encrypted ({encryption}), which ModelArts' jobs cannot "
+                "read: give another"
             )
     return client.create_training_job(CreateTrainingJobRequest(body=body)).metadata.id
 
 
 def console(request: Request, job_id: str) -> str:
-    return f"https://console.huaweicloud.com/modelarts/?region={request.region or ''}#/trainingJobs, job {job_id}"
+    return (
+        f"https://console.huaweicloud.com/modelarts/?region={request.region or ''}#/trainingJobs, job "
+        f"{job_id}"
+    )
 
 
 def state(client: Any, request: Request, job_id: str) -> tuple[str, Optional[int]]:
     from huaweicloudsdkmodelarts.v1 import ShowTrainingJobDetailsRequest
 
-    phase = client.show_training_job_details(ShowTrainingJobDetailsRequest(training_job_id=job_id)).status.phase
+    phase = client.show_training_job_details(
+        ShowTrainingJobDetailsRequest(training_job_id=job_id)
+    ).status.phase
     return phase, ENDED.get(phase)
 
 
@@ -178,13 +204,16 @@ def log(client: Any, request: Request, job_id: str) -> list[str]:
 def stop(client: Any, request: Request, job_id: str) -> None:
     from huaweicloudsdkmodelarts.v1 import JobActionType, StopTrainingJobRequest
 
-    client.stop_training_job(StopTrainingJobRequest(training_job_id=job_id, body=JobActionType(action_type="terminate")))
+    client.stop_training_job(
+        StopTrainingJobRequest(training_job_id=job_id, body=JobActionType(action_type="terminate"))
+    )
 
 
 PLATFORM = Platform(
     service="ModelArts",
     credentials=(
-        "set HUAWEICLOUD_SDK_AK, HUAWEICLOUD_SDK_SK and HUAWEICLOUD_SDK_PROJECT_ID, or write ~/.huaweicloud/credentials"
+        "set HUAWEICLOUD_SDK_AK, HUAWEICLOUD_SDK_SK and HUAWEICLOUD_SDK_PROJECT_ID, or write "
+        "~/.huaweicloud/credentials"
     ),
     has_credentials=in_environment(
         "HUAWEICLOUD_SDK_AK",
@@ -193,7 +222,10 @@ PLATFORM = Platform(
         "HUAWEICLOUD_SDK_CREDENTIALS_FILE",
         files=("~/.huaweicloud/credentials",),
     ),
-    secrets="give the job an agency that may read what it needs, or put the secret into a file that only its folders hold",
+    secrets=(
+        "give the job an agency that may read what it needs, or put the secret into a file that only its "
+        "folders hold"
+    ),
     build=build,
     send=send,
     console=console,

@@ -1,4 +1,7 @@
-"""Alibaba PAI-DLC: a PyTorchJob, sent through alibabacloud_pai_dlc20201203. OSS folders appear as folders of the container."""
+"""Alibaba PAI-DLC: a PyTorchJob, sent through alibabacloud_pai_dlc20201203.
+
+OSS folders appear as folders of the container.
+"""
 
 import json
 import shlex
@@ -17,7 +20,8 @@ OUTPUT = "/mnt/output"
 ENDED = {"Succeeded": 0, "SucceededReserving": 0, "Failed": 1, "FailedReserving": 1, "Stopped": 1}
 NO_REGION = "pai-dlc needs --region, such as cn-hangzhou"
 LARGEST = 65536  # bytes of a request
-GRACE_SECONDS = 60  # from the stop signal to the kill; a job kills its own workers earlier (common/alive/supervisor.py)
+# from the stop signal to the kill; a job kills its own workers earlier (common/alive/supervisor.py)
+GRACE_SECONDS = 60
 
 
 def mistakes(request: Request) -> Iterator[str]:
@@ -49,7 +53,9 @@ def build(request: Request) -> dict[str, Any]:
         WorkspaceId=request.workspace,
         JobSpecs=[worker],
         UserCommand=_command(request),
-        DataSources=[{"Uri": _uri(url, request.region), "MountPath": path} for path, url in folders.items() if url],
+        DataSources=[
+            {"Uri": _uri(url, request.region), "MountPath": path} for path, url in folders.items() if url
+        ],
         Envs={"PYTHONUNBUFFERED": "1", **request.environment},
         Settings={**_restarts(request.retries), "TerminationGracePeriodSeconds": GRACE_SECONDS},
         ResourceId=request.pool or None,
@@ -63,7 +69,8 @@ def _resources(request: Request) -> dict[str, str]:
 
 
 def _restarts(retries: int) -> dict[str, Any]:
-    """Return the settings with which PAI's AIMaster restarts the whole job after a failure or a hang; empty without retries."""
+    """Return the settings with which PAI's AIMaster restarts the whole job after a failure or a hang;
+    empty without retries."""
     if not retries:
         return {}
     arguments = (
@@ -74,7 +81,8 @@ def _restarts(retries: int) -> dict[str, Any]:
 
 
 def _command(request: Request) -> str:
-    """Return a shell line that installs packages and ends in exec, so that a stop signal reaches the job and not the shell."""
+    """Return a shell line that installs packages and ends in exec,
+    so that a stop signal reaches the job and not the shell."""
     data = request.data_url and DATA
     output = request.output_url and OUTPUT
     words = requests.command(request, CODE, data, output)
@@ -82,12 +90,13 @@ def _command(request: Request) -> str:
 
 
 def _uri(url: str, region: Optional[str]) -> str:
-    """Convert oss://bucket/folder to oss://bucket.oss-REGION-internal.aliyuncs.com/folder/, whose traffic is free."""
+    """Convert oss://bucket/folder to oss://bucket.oss-REGION-internal.aliyuncs.com/folder/,
+    whose traffic is free."""
     bucket, _, folder = url[len("oss://") :].partition("/")
     return f"oss://{bucket}.oss-{region}-internal.aliyuncs.com/{folder.rstrip('/')}/"
 
 
-# --- Sending -----------------------------------------------------------------------------------------------------------
+# --- Sending ------------------------------------------------------------------------------------------------
 
 
 def connect(request: Request) -> Any:
@@ -101,7 +110,9 @@ def connect(request: Request) -> Any:
     except ImportError:
         raise not_installed("alibabacloud_pai_dlc20201203", "pai-dlc") from None
     url = urllib.parse.urlsplit(request.endpoint or f"https://pai-dlc.{request.region}.aliyuncs.com")
-    config = Config(credential=Credentials(), region_id=request.region, endpoint=url.netloc, protocol=url.scheme)
+    config = Config(
+        credential=Credentials(), region_id=request.region, endpoint=url.netloc, protocol=url.scheme
+    )
     return Client(config)
 
 
@@ -127,7 +138,8 @@ def _job(client: Any, job_id: str) -> Any:
 
 
 def log(client: Any, request: Request, job_id: str) -> list[str]:
-    """Return the last lines of the log of the master or first pod, in which rank 0 prints the progress; empty without a pod."""
+    """Return the last lines of the log of the master or first pod, in which rank 0 prints the progress;
+    empty without a pod."""
     from alibabacloud_pai_dlc20201203.models import GetPodLogsRequest
 
     pods = sorted(pod.pod_id for pod in _job(client, job_id).pods or [])
@@ -143,7 +155,9 @@ def stop(client: Any, request: Request, job_id: str) -> None:
 
 PLATFORM = Platform(
     service="PAI-DLC",
-    credentials="set ALIBABA_CLOUD_ACCESS_KEY_ID and ALIBABA_CLOUD_ACCESS_KEY_SECRET, or run `aliyun configure`",
+    credentials=(
+        "set ALIBABA_CLOUD_ACCESS_KEY_ID and ALIBABA_CLOUD_ACCESS_KEY_SECRET, or run `aliyun configure`"
+    ),
     has_credentials=in_environment(
         "ALIBABA_CLOUD_ACCESS_KEY_ID",
         "ALIBABA_CLOUD_CREDENTIALS_URI",

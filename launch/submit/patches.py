@@ -8,8 +8,8 @@
         imagePullSecrets: [{name: registry}]
         securityContext: {runAsUser: null}
 
-null takes a field away. Of a list in KEYS an item changes the one with the same key, and is added where there is none; with
-`$patch: delete` it takes that one away. Another list stands in the place of the old one.
+null takes a field away. Of a list in KEYS an item changes the one with the same key, and is added where there
+is none; with `$patch: delete` it takes that one away. Another list stands in the place of the old one.
 """
 
 import functools
@@ -24,12 +24,17 @@ Fields = dict[str, Any]  # of an object of Kubernetes
 
 # {list: the key by which strategic merge patches know its items}; of the API reference of Kubernetes
 KEYS = {
-    "containers": "name", "initContainers": "name", "volumes": "name", "env": "name", "imagePullSecrets": "name",
-    "resourceClaims": "name", "schedulingGates": "name", "volumeMounts": "mountPath", "volumeDevices": "devicePath",
-    "ports": "containerPort", "hostAliases": "ip", "topologySpreadConstraints": "topologyKey",
+    "containers": "name", "initContainers": "name", "volumes": "name", "env": "name",
+    "imagePullSecrets": "name", "resourceClaims": "name", "schedulingGates": "name",
+    "volumeMounts": "mountPath", "volumeDevices": "devicePath", "ports": "containerPort", "hostAliases": "ip",
+    "topologySpreadConstraints": "topologyKey",
 }  # fmt: skip
 DELETE = ("$patch", "delete")
-ALLOWED = {"": {"metadata", "template"}, "metadata": {"labels", "annotations"}, "template": {"metadata", "spec"}}
+ALLOWED = {
+    "": {"metadata", "template"},
+    "metadata": {"labels", "annotations"},
+    "template": {"metadata", "spec"},
+}
 
 
 @functools.lru_cache(maxsize=1)  # as the file may be a pipe
@@ -49,7 +54,9 @@ def read(path: Optional[str]) -> Fields:
     for section, allowed in ALLOWED.items():
         part = content.get(section, {}) if section else content
         if not isinstance(part, dict) or not set(part) <= allowed:
-            raise UserError(f"--patch {path}: {section or 'the file'} may have {' and '.join(sorted(allowed))} alone")
+            raise UserError(
+                f"--patch {path}: {section or 'the file'} may have {' and '.join(sorted(allowed))} alone"
+            )
     spec = content.get("template", {}).get("spec", {})
     if not isinstance(spec, dict):
         raise UserError(f"--patch {path}: the spec of template has to have fields")
@@ -87,21 +94,28 @@ def variables(path: Optional[str]) -> Iterator[tuple[str, str]]:
 
 
 def _require_keys(value: object, path: str, field: str = "", in_items: bool = False) -> None:
-    """Raise UserError for an item of a list in KEYS that lacks its key, and for a directive that merged() does not know."""
+    """Raise UserError for an item of a list in KEYS that lacks its key,
+    and for a directive that merged() does not know."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if str(name).startswith("$") and not (in_items and (name, inner) == DELETE):
-                raise UserError(f"--patch {path}: {name}: {inner} is not known: $patch: delete is, in an item with a {{name}}")
+                raise UserError(
+                    f"--patch {path}: {name}: {inner} is not known: $patch: delete is, in an item with "
+                    "a {name}"
+                )
             _require_keys(inner, path, name)
     elif isinstance(value, list):
         for item in value:
-            if field in KEYS and not (isinstance(item, dict) and isinstance(item.get(KEYS[field]), (str, int))):
+            if field in KEYS and not (
+                isinstance(item, dict) and isinstance(item.get(KEYS[field]), (str, int))
+            ):
                 raise UserError(f"--patch {path}: an item of {field} has no {KEYS[field]}: give each one")
             _require_keys(item, path, in_items=field in KEYS)
 
 
 def merged(value: Any, change: Any, field: str = "") -> Any:
-    """Return `value`, the content of the field `field`, with the patch `change` applied to it; null takes a field away."""
+    """Return `value`, the content of the field `field`, with the patch `change` applied to it;
+    null takes a field away."""
     if isinstance(change, dict):
         result = dict(value) if isinstance(value, dict) else {}
         for name, inner_change in change.items():

@@ -1,4 +1,5 @@
-"""A platform as data: how it is named, where its credentials are, and the functions that send, follow and stop a job there.
+"""A platform as data: how it is named, where its credentials are, and the functions that send,
+follow and stop a job there.
 
 The module of each platform ends with its record, PLATFORM; command.py lists them.
 """
@@ -43,10 +44,13 @@ class Platform:
     secrets: str  # how a job gets its secrets there, for a message about one in the request
 
     build: Callable[[Request], Body]  # without side effects
-    send: Callable[[Client, Request, Body], Union[str, int]]  # -> the job's id, or its exit code if it has run here
+    # -> the job's id, or its exit code if it has run here
+    send: Callable[[Client, Request, Body], Union[str, int]]
     console: Callable[[Request, str], str]  # (request, job's id) -> where a person sees the job
-    state: Callable[[Client, Request, str], tuple[str, Optional[int]]]  # -> (state, exit code or None until the job ends)
-    log: Callable[[Client, Request, str], list[str]]  # -> the last lines of the job's log; empty before there is one
+    # -> (state, exit code or None until the job ends)
+    state: Callable[[Client, Request, str], tuple[str, Optional[int]]]
+    # -> the last lines of the job's log; empty before there is one
+    log: Callable[[Client, Request, str], list[str]]
     stop: Callable[[Client, Request, str], None]
 
     mistakes: Callable[[Request], Iterable[str]] = no_lines  # besides those that all platforms refuse
@@ -71,8 +75,10 @@ def not_installed(package: str, extra: str) -> UserError:
 
 
 def describe(error: Exception, environ: Mapping[str, str]) -> str:
-    """Return a platform's error as one line, without the secrets of this environment: some answers quote the request."""
-    names = ("status_code", "status", "error_code", "code", "error_msg", "message", "body")  # each SDK has some of these
+    """Return a platform's error as one line, without the secrets of this environment:
+    some answers quote the request."""
+    # each SDK has some of these
+    names = ("status_code", "status", "error_code", "code", "error_msg", "message", "body")
     words = [getattr(error, name, None) for name in names]
     text = " ".join(dict.fromkeys(str(word) for word in words if word)) or str(error)
     text = mask(text, *(value for name, value in environ.items() if is_secret(name)))

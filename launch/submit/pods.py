@@ -1,8 +1,10 @@
-"""The pods of a job on a Kubernetes cluster, alike for all kinds of jobs, as the pod security standard "restricted" has them.
+"""The pods of a job on a Kubernetes cluster, alike for all kinds of jobs,
+as the pod security standard "restricted" has them.
 
-The job is the container's first process, with no shell before it, so that SIGTERM reaches it; it has GRACE_SECONDS to save.
-It runs as USER in the folder SCRATCH, the only one beside /tmp that it may surely write to. /dev/shm is a volume in memory,
-because a pod's own 64 MB are too few for NCCL and Ray. What else a cluster wants is in the file of --patch (patches.py).
+The job is the container's first process, with no shell before it, so that SIGTERM reaches it; it has
+GRACE_SECONDS to save. It runs as USER in the folder SCRATCH, the only one beside /tmp that it may surely
+write to. /dev/shm is a volume in memory, because a pod's own 64 MB are too few for NCCL and Ray. What else a
+cluster wants is in the file of --patch (patches.py).
 """
 
 from pathlib import Path
@@ -24,8 +26,8 @@ GPU = "nvidia.com/gpu"
 USER = 1000  # the user and the group of the processes, and the group of new files on volumes
 
 OF_THE_POD = {
-    "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch",
-    "seccompProfile": {"type": "RuntimeDefault"},
+    "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
+    "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"},
 }  # fmt: skip
 OF_A_CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
@@ -51,7 +53,9 @@ def container(request: Request) -> Fields:
     return {
         "name": "pytorch",  # the name that Kubeflow requires
         "image": request.image,
-        "command": [_literal(word) for word in requests.command(request, code, request.data_url, request.output_url)],
+        "command": [
+            _literal(word) for word in requests.command(request, code, request.data_url, request.output_url)
+        ],
         "workingDir": SCRATCH,
         "env": [*_variables(request), *_secret_variable(request)],
         "resources": _resources(request),
@@ -62,7 +66,8 @@ def container(request: Request) -> Fields:
 
 
 def _resources(request: Request) -> dict[str, dict[str, str]]:
-    """Return what a pod gets: the limits are the requests, so that no neighbour takes memory from it, nor it from them."""
+    """Return what a pod gets: the limits are the requests, so that no neighbour takes memory from it,
+    nor it from them."""
     sizes = {}
     if request.gpus:
         sizes[GPU] = str(request.gpus)
@@ -74,7 +79,10 @@ def _resources(request: Request) -> dict[str, dict[str, str]]:
 
 
 def _fetcher(request: Request) -> Fields:
-    """Return the init container that fetches the code from the bucket. It uses the job's image, which must have boto3."""
+    """Return the init container that fetches the code from the bucket.
+
+    It uses the job's image, which must have boto3.
+    """
     address = ADDRESS.fullmatch(request.code_url or "")
     assert address  # mistakes() has refused any other address
     scheme, bucket, prefix = address.groups()
@@ -107,20 +115,27 @@ def _variables(request: Request) -> list[Fields]:
 
 
 def node_variables(request: Request) -> dict[str, str]:
-    """Return the variables that a plain Job does not set itself; it does set JOB_COMPLETION_INDEX, the node."""
+    """Return the variables that a plain Job does not set itself; it does set JOB_COMPLETION_INDEX,
+    the node."""
     if request.platform != "kubernetes":
         return {}
-    master = {"MASTER_ADDR": f"{request.name}-0.{request.name}", "MASTER_PORT": "23456"} if request.nodes > 1 else {}
+    master = (
+        {"MASTER_ADDR": f"{request.name}-0.{request.name}", "MASTER_PORT": "23456"}
+        if request.nodes > 1
+        else {}
+    )
     return {"WORLD_SIZE": str(request.nodes), **master, **request.workers}
 
 
 def _literal(text: str) -> str:
-    """Escape each $: in commands and values of variables, Kubernetes replaces $(NAME) with a variable, and $$ with $."""
+    """Escape each $: in commands and values of variables, Kubernetes replaces $(NAME) with a variable,
+    and $$ with $."""
     return text.replace("$", "$$")
 
 
 def _secret_variable(request: Request) -> list[Fields]:
-    """Return the variable with the secret by which nodes authenticate to each other (docs/security.md); empty for one node."""
+    """Return the variable with the secret by which nodes authenticate to each other (docs/security.md);
+    empty for one node."""
     if request.nodes <= 1:
         return []
     reference = {"secretKeyRef": {"name": secret_name(request), "key": SECRET_KEY}}
@@ -152,7 +167,10 @@ def mounted_claims(request: Request) -> list[tuple[str, str]]:
 
 
 def volumes(request: Request) -> list[Fields]:
-    """Return the volumes of a pod. What is in /dev/shm counts as memory of the pod, so it may take half of that."""
+    """Return the volumes of a pod.
+
+    What is in /dev/shm counts as memory of the pod, so it may take half of that.
+    """
     memory = {"medium": "Memory"}
     if request.gibibytes:
         memory["sizeLimit"] = f"{request.gibibytes * 512}Mi"

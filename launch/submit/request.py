@@ -1,7 +1,9 @@
-"""Code that all platforms share: the request, the mistakes in it, the code that is uploaded, the job's command.
+"""Code that all platforms share: the request, the mistakes in it, the code that is uploaded,
+the job's command.
 
-A Request is data. Each platform's module turns it into the platform's own request (`build`, without side effects) and sends
-that (`send`). The options are defined here once, with the platforms that know them and the platforms that need them.
+A Request is data. Each platform's module turns it into the platform's own request (`build`, without side
+effects) and sends that (`send`). The options are defined here once, with the platforms that know them and the
+platforms that need them.
 """
 
 import dataclasses
@@ -26,10 +28,13 @@ CLUSTERS = ("kubernetes", "kubeflow", "volcano")
 CLOUDS = ("modelarts", "pai-dlc", "sagemaker")
 CONTAINERS = (*CLOUDS, *CLUSTERS)  # where the job runs in a container
 REMOTE = (*CONTAINERS, "slurm")
-SIZED = ("pai-dlc", *CLUSTERS, "slurm")  # where cores and memory can be requested; elsewhere the type of machine decides
-BUCKET = {"modelarts": "obs", "pai-dlc": "oss", "sagemaker": "s3"}  # {platform: the only store that it reads itself}
+# where cores and memory can be requested; elsewhere the type of machine decides
+SIZED = ("pai-dlc", *CLUSTERS, "slurm")
+# {platform: the only store that it reads itself}
+BUCKET = {"modelarts": "obs", "pai-dlc": "oss", "sagemaker": "s3"}
 BOUNDS = {
-    "nodes": (1, 1000), "gpus": (0, 16), "cpus": (0, 1024), "memory": (0, 16384), "retries": (0, 30), "hours": (0.1, 24 * 28),
+    "nodes": (1, 1000), "gpus": (0, 16), "cpus": (0, 1024), "memory": (0, 16384), "retries": (0, 30),
+    "hours": (0.1, 24 * 28),
 }  # fmt: skip
 # For each GPU, and for a machine without one.
 CPUS = 4  # cores
@@ -43,7 +48,10 @@ def option(
     needed_by: tuple[str, ...] = (),
     kind: Callable[[str], object] = str,
 ) -> Any:
-    """Return a field of Request that is also an option. `used_by`, `needed_by`: platforms; `kind` converts its text."""
+    """Return a field of Request that is also an option.
+
+    `used_by`, `needed_by`: platforms; `kind` converts its text.
+    """
     metadata = {"help": help, "used_by": used_by, "needed_by": needed_by, "kind": kind}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -57,39 +65,67 @@ class Request:
     arguments: tuple[str, ...] = ()  # the words after --, for the job
     name: Optional[str] = option("name of the submitted job; unset: made of the file's name and the time")
     nodes: int = option("how many machines", 1, kind=int)
-    gpus: int = option("GPUs or NPUs of each machine, 0 for none; with --platform local the processes", 1, kind=int)
+    gpus: int = option(
+        "GPUs or NPUs of each machine, 0 for none; with --platform local the processes", 1, kind=int
+    )
     accelerator: str = option("gpu, or npu for Ascend flavors", "gpu", used_by=("modelarts",))
     cpus: Optional[int] = option(
-        "cores of each machine; slurm and clusters, unset: 4 for each GPU, 0: what they give", used_by=SIZED, kind=int
+        "cores of each machine; slurm and clusters, unset: 4 for each GPU, 0: what they give",
+        used_by=SIZED,
+        kind=int,
     )
     memory: Optional[int] = option(
-        "GiB of each machine; slurm and clusters, unset: 16 for each GPU, 0: what they give", used_by=SIZED, kind=int
+        "GiB of each machine; slurm and clusters, unset: 16 for each GPU, 0: what they give",
+        used_by=SIZED,
+        kind=int,
     )
     data_url: Optional[str] = option("where the data are")
     output_url: Optional[str] = option(
-        "where checkpoints and results go; a job with the same address goes on from them", needed_by=CONTAINERS
+        "where checkpoints and results go; a job with the same address goes on from them",
+        needed_by=CONTAINERS,
     )
     code_url: Optional[str] = option(
         "where the code is uploaded to, or on a cluster the folder that has it", needed_by=CONTAINERS
     )
-    image: Optional[str] = option("container image", used_by=CONTAINERS, needed_by=("pai-dlc", "sagemaker", *CLUSTERS))
-    engine: Optional[str] = option("name of one of the platform's images, with torch 2.1 or later", used_by=("modelarts",))
+    image: Optional[str] = option(
+        "container image", used_by=CONTAINERS, needed_by=("pai-dlc", "sagemaker", *CLUSTERS)
+    )
+    engine: Optional[str] = option(
+        "name of one of the platform's images, with torch 2.1 or later", used_by=("modelarts",)
+    )
     flavor: Optional[str] = option("type of machine", used_by=CLOUDS, needed_by=("modelarts", "sagemaker"))
     pool: Optional[str] = option(
         "dedicated pool, quota, queue or partition", used_by=("modelarts", "pai-dlc", "volcano", "slurm")
     )
     region: Optional[str] = option("region of the platform, such as cn-north-4", used_by=CONTAINERS)
-    endpoint: Optional[str] = option("address of the service, instead of the region's", used_by=("modelarts", "pai-dlc"))
-    workspace: Optional[str] = option("id of the workspace", used_by=("modelarts", "pai-dlc"), needed_by=("pai-dlc",))
-    role: Optional[str] = option("ARN of the role that the job runs as", used_by=("sagemaker",), needed_by=("sagemaker",))
+    endpoint: Optional[str] = option(
+        "address of the service, instead of the region's", used_by=("modelarts", "pai-dlc")
+    )
+    workspace: Optional[str] = option(
+        "id of the workspace", used_by=("modelarts", "pai-dlc"), needed_by=("pai-dlc",)
+    )
+    role: Optional[str] = option(
+        "ARN of the role that the job runs as", used_by=("sagemaker",), needed_by=("sagemaker",)
+    )
     namespace: str = option("namespace of the cluster", "default", used_by=CLUSTERS)
-    runtime: Optional[str] = option("a ClusterTrainingRuntime: makes a TrainJob instead of a PyTorchJob", used_by=("kubeflow",))
-    volumes: tuple[str, ...] = option("claim:/FOLDER, mounted in every pod; may be given again", (), used_by=CLUSTERS)
-    queue: Optional[str] = option("a LocalQueue of Kueue that starts the job", used_by=("kubernetes", "kubeflow"))
-    patch: Optional[str] = option("a YAML file that changes the pods, and labels and annotations of the job", used_by=CLUSTERS)
+    runtime: Optional[str] = option(
+        "a ClusterTrainingRuntime: makes a TrainJob instead of a PyTorchJob", used_by=("kubeflow",)
+    )
+    volumes: tuple[str, ...] = option(
+        "claim:/FOLDER, mounted in every pod; may be given again", (), used_by=CLUSTERS
+    )
+    queue: Optional[str] = option(
+        "a LocalQueue of Kueue that starts the job", used_by=("kubernetes", "kubeflow")
+    )
+    patch: Optional[str] = option(
+        "a YAML file that changes the pods, and labels and annotations of the job", used_by=CLUSTERS
+    )
     secret: Optional[str] = option("a Secret whose keys become environment variables", used_by=CLUSTERS)
     script_line: tuple[str, ...] = option(
-        "a line that your site's scripts need, such as '#SBATCH --account=lab' or 'module load python'; may be given again",
+        (
+            "a line that your site's scripts need, such as '#SBATCH --account=lab' or 'module load "
+            "python'; may be given again"
+        ),
         (),
         used_by=("slurm",),
     )
@@ -105,7 +141,8 @@ class Request:
 
     @property
     def workers(self) -> dict[str, str]:
-        """The variable with the number of processes to start on each machine; empty for --gpus 0, so that the job decides."""
+        """The variable with the number of processes to start on each machine; empty for --gpus 0,
+        so that the job decides."""
         return {"NPROC_PER_NODE": str(self.gpus)} if self.gpus else {}
 
     @property
@@ -125,12 +162,14 @@ class Request:
 
     @property
     def pairs(self) -> list[tuple[str, Optional[str]]]:
-        """The job's options as (name without leading dashes, value); a name or another word without a value has None."""
+        """The job's options as (name without leading dashes, value);
+        a name or another word without a value has None."""
         return [(name.lstrip("-"), value) for name, value in _pairs(self.arguments)]
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the job has --min_nodes: then it goes on without a lost node, and the platform must not end it."""
+        """Whether the job has --min_nodes: then it goes on without a lost node,
+        and the platform must not end it."""
         return any(name.replace("-", "_") == "min_nodes" for name, _ in self.pairs)
 
     @property
@@ -150,15 +189,18 @@ class Request:
         return words
 
 
-# --- Mistakes --------------------------------------------------------------------------------------------------------
+# --- Mistakes -----------------------------------------------------------------------------------------------
 
-NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,52}[a-z0-9])?")  # what every platform allows, with room for the suffix of a pod's name
+# what every platform allows, with room for the suffix of a pod's name
+NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,52}[a-z0-9])?")
 # Arguments and environment variables that the platforms themselves set.
 PLATFORM_ARGUMENTS = {"init_method", "rank", "world_size", "local_rank"}
-PLATFORM_VARIABLES = re.compile(r"(?:RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|(?:PET|MA|VC|SM|SLURM)_.*)")
+PLATFORM_VARIABLES = re.compile(
+    r"(?:RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|(?:PET|MA|VC|SM|SLURM)_.*)"
+)
 SUBMIT_OPTIONS = {
-    "data_url": "--data_url", "data_source": "--data_url", "output_dir": "--output_url", "train_url": "--output_url",
-    "result_dir": "--output_url",
+    "data_url": "--data_url", "data_source": "--data_url", "output_dir": "--output_url",
+    "train_url": "--output_url", "result_dir": "--output_url",
 }  # fmt: skip
 
 
@@ -178,13 +220,19 @@ def _options(request: Request) -> Iterator[str]:
         if request.platform in metadata["needed_by"] and value is None:
             yield f"{request.platform} needs --{field.name}: {metadata['help']}"
         if request.platform not in metadata["used_by"] and value != field.default:
-            yield f"--{field.name} is for {', '.join(metadata['used_by'])}, not for {request.platform}: leave it out"
+            yield (
+                f"--{field.name} is for {', '.join(metadata['used_by'])}, not for {request.platform}: leave "
+                "it out"
+            )
 
 
 def _forms(request: Request) -> Iterator[str]:
     """Yield a line for each value that is malformed or out of bounds, and for a job that is not in jobs/."""
     if not NAME.fullmatch(request.name or ""):
-        yield f"--name is {request.name!r}: give a lower-case letter, then at most 53 lower-case letters, digits and hyphens"
+        yield (
+            f"--name is {request.name!r}: give a lower-case letter, then at most 53 lower-case letters, "
+            "digits and hyphens"
+        )
     for name, (lowest, highest) in BOUNDS.items():
         value = getattr(request, name)
         if value is not None and not lowest <= value <= highest:
@@ -195,7 +243,10 @@ def _forms(request: Request) -> Iterator[str]:
         yield message
     for volume in request.volumes:
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*:/[^:]*", volume):
-            yield f"--volumes {volume}: give claim:/FOLDER, a PersistentVolumeClaim (a-z, 0-9 and -) and where to mount it"
+            yield (
+                f"--volumes {volume}: give claim:/FOLDER, a PersistentVolumeClaim (a-z, 0-9 and -) and "
+                "where to mount it"
+            )
 
 
 def _addresses(request: Request) -> Iterator[str]:
@@ -210,16 +261,24 @@ def _addresses(request: Request) -> Iterator[str]:
         elif is_address(value) and not value.startswith(BUCKETS):
             yield f"--{name} is {value}: give a folder or s3://, obs://, oss://"
         elif is_address(value) and not ADDRESS.fullmatch(value):
-            yield f"--{name} is {value}: the name of a bucket has 2 to 255 letters, digits, dots, hyphens and underscores"
+            yield (
+                f"--{name} is {value}: the name of a bucket has 2 to 255 letters, digits, dots, hyphens and "
+                "underscores"
+            )
         elif not is_address(value) and request.platform in CLUSTERS and not value.startswith("/"):
             yield f"--{name} is {value}: give a folder of the pods that begins with /"
 
 
 def _nested(request: Request) -> Iterator[str]:
-    """Yield a line for each folder of a bucket inside another, as it would be copied twice. A whole bucket is not looked at."""
+    """Yield a line for each folder of a bucket inside another, as it would be copied twice.
+
+    A whole bucket is not looked at.
+    """
     names = ("code_url", "data_url", "output_url", "log_url")
     values = {name: str(getattr(request, name)) for name in names}
-    values = {name: value for name, value in values.items() if (match := ADDRESS.fullmatch(value)) and match[3]}
+    values = {
+        name: value for name, value in values.items() if (match := ADDRESS.fullmatch(value)) and match[3]
+    }
     for inner_name, outer_name in itertools.permutations(values, 2):
         inner, outer = (values[name].rstrip("/") + "/" for name in (inner_name, outer_name))
         if inner.startswith(outer) and (inner != outer or inner_name < outer_name):
@@ -239,22 +298,37 @@ def _arguments(request: Request) -> Iterator[str]:
     pairs = list(_pairs(request.arguments))
     ignored = {
         *typed.PLATFORM_OPTIONS,
-        *(typed.normal_name(word) for name, names in pairs if name == "--ignore" for word in (names or "").split(",")),
+        *(
+            typed.normal_name(word)
+            for name, names in pairs
+            if name == "--ignore"
+            for word in (names or "").split(",")
+        ),
     }
     for name, value in pairs:
         normal_name = typed.normal_name(name)
         if value is None:
-            yield f"the job's option {name!r} does not have the form --NAME VALUE, the only one that every console takes"
+            yield (
+                f"the job's option {name!r} does not have the form --NAME VALUE, the only one that every "
+                "console takes"
+            )
         elif normal_name in PLATFORM_ARGUMENTS:
             yield f"{name} is set by the platform: leave it out"
         elif normal_name in SUBMIT_OPTIONS:
             submit_option = SUBMIT_OPTIONS[normal_name]
-            yield f"{name} is among the job's options: give {submit_option} before the --, because the platform needs it"
+            yield (
+                f"{name} is among the job's options: give {submit_option} before the --, because the "
+                "platform needs it"
+            )
         elif normal_name in seen:
             yield f"{name} is given twice"
         elif job_options and normal_name not in {*job_options, *ignored}:
             nearest = typed.nearest(name, job_options)
-            advice = f"did you mean --{nearest}?" if nearest else f"leave it out, or let it pass with --ignore {normal_name}"
+            advice = (
+                f"did you mean --{nearest}?"
+                if nearest
+                else f"leave it out, or let it pass with --ignore {normal_name}"
+            )
             yield f"{name} is no option of {request.job}: {advice}"
         seen.add(normal_name)
 
@@ -272,7 +346,10 @@ def _variables(request: Request) -> Iterator[str]:
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Optional[str]]]:
-    """Yield (--name, value) in order; the value is None if it is missing. A word that is not a --name is yielded with None."""
+    """Yield (--name, value) in order; the value is None if it is missing.
+
+    A word that is not a --name is yielded with None.
+    """
     words = list(arguments)
     while words:
         word = words.pop(0)
@@ -287,7 +364,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Optional[str]]]:
             yield name, None
 
 
-# --- The job's command and code ----------------------------------------------------------------------------------------
+# --- The job's command and code -----------------------------------------------------------------------------
 
 
 def folder_options(data: Optional[str], output: Optional[str]) -> list[str]:
@@ -301,9 +378,14 @@ def folder_options(data: Optional[str], output: Optional[str]) -> list[str]:
 
 
 def command(
-    request: Request, code: str, data: Optional[str] = None, output: Optional[str] = None, python: str = "python"
+    request: Request,
+    code: str,
+    data: Optional[str] = None,
+    output: Optional[str] = None,
+    python: str = "python",
 ) -> list[str]:
-    """Return the job's command, with the code in the folder `code`; without a shell, so that a stop signal reaches the job."""
+    """Return the job's command, with the code in the folder `code`; without a shell,
+    so that a stop signal reaches the job."""
     return [python, "-u", f"{code}/{request.job}", *request.options, *folder_options(data, output)]
 
 
@@ -313,9 +395,11 @@ def without_none(**fields: Any) -> dict[str, Any]:
 
 
 def stage(job: str, folder: Union[str, Path], arguments: Sequence[str] = ()) -> None:
-    """Write the files to upload into `folder`: the job bundled with its modules, the requirements, SageMaker's boot file.
+    """Write the files to upload into `folder`: the job bundled with its modules, the requirements,
+    SageMaker's boot file.
 
-    The job is one file because an earlier upload to the same address may have left other versions of the modules there.
+    The job is one file because an earlier upload to the same address may have left other versions of the
+    modules there.
     """
     target = Path(folder, job)
     target.parent.mkdir(parents=True, exist_ok=True)

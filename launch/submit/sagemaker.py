@@ -1,7 +1,8 @@
 """AWS SageMaker: a training job, sent through boto3.
 
-The container starts boot_sagemaker.py, which replaces itself with the job, so that SIGTERM (a stop, or the loss of a spot
-machine) reaches the job; SageMaker's toolkit never passes SIGTERM on. Any image with Python and torch will do.
+The container starts boot_sagemaker.py, which replaces itself with the job, so that SIGTERM (a stop, or the
+loss of a spot machine) reaches the job; SageMaker's toolkit never passes SIGTERM on. Any image with Python
+and torch will do.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,8 @@ DAY = 24 * 3600
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 ENDED = {"Completed": 0, "Failed": 1, "Stopped": 1}
 
-# {metric: its regular expression in the lines that a job prints (common/run/observers/console.py)}; docs/platforms.md has them.
+# {metric: its regular expression in the lines that a job prints (common/run/observers/console.py)};
+# docs/platforms.md has them.
 OF_AN_EPOCH = ("accuracy", "balanced_accuracy", "top5", "loss", "psnr", "ssim")
 OF_A_STEP = ("train_loss", "lr", "images_per_s", "samples_per_s", "waiting_for_data")
 METRICS = {name: rf"(?:^| ){name}=([0-9.e-]+)" for name in (*OF_AN_EPOCH, *OF_A_STEP)}
@@ -64,11 +66,21 @@ def build(request: Request) -> dict[str, Any]:
         HyperParameters=dict(request.pairs),
         InputDataConfig=channels,
         OutputDataConfig={"S3OutputPath": f"{output}/"},
-        # SageMaker gives the saved checkpoints to this job when it restarts it, and to a later job with the same address.
+        # SageMaker gives the saved checkpoints to this job when it restarts it, and to a later job with the
+        # same address.
         CheckpointConfig={"S3Uri": f"{output}/checkpoints/", "LocalPath": SAGEMAKER_CHECKPOINTS},
-        TensorBoardOutputConfig={"S3OutputPath": f"{output}/tensorboard/", "LocalPath": SAGEMAKER_TENSORBOARD},
-        ResourceConfig={"InstanceType": request.flavor, "InstanceCount": request.nodes, "VolumeSizeInGB": 100},
-        StoppingCondition=requests.without_none(MaxRuntimeInSeconds=seconds, MaxWaitTimeInSeconds=longest_wait),
+        TensorBoardOutputConfig={
+            "S3OutputPath": f"{output}/tensorboard/",
+            "LocalPath": SAGEMAKER_TENSORBOARD,
+        },
+        ResourceConfig={
+            "InstanceType": request.flavor,
+            "InstanceCount": request.nodes,
+            "VolumeSizeInGB": 100,
+        },
+        StoppingCondition=requests.without_none(
+            MaxRuntimeInSeconds=seconds, MaxWaitTimeInSeconds=longest_wait
+        ),
         Environment={"PYTHONUNBUFFERED": "1", **request.workers, **request.environment},
         EnableManagedSpotTraining=request.spot,
         RetryStrategy={"MaximumRetryAttempts": request.retries} if request.retries else None,
@@ -76,11 +88,15 @@ def build(request: Request) -> dict[str, Any]:
 
 
 def _channel(name: str, url: str) -> dict[str, Any]:
-    source = {"S3DataType": "S3Prefix", "S3Uri": url.rstrip("/") + "/", "S3DataDistributionType": "FullyReplicated"}
+    source = {
+        "S3DataType": "S3Prefix",
+        "S3Uri": url.rstrip("/") + "/",
+        "S3DataDistributionType": "FullyReplicated",
+    }
     return {"ChannelName": name, "DataSource": {"S3DataSource": source}}
 
 
-# --- Sending -----------------------------------------------------------------------------------------------------------
+# --- Sending ------------------------------------------------------------------------------------------------
 
 
 def connect(request: Request) -> Any:
@@ -108,13 +124,18 @@ def state(clients: Any, request: Request, job_id: str) -> tuple[str, Optional[in
 
 
 def log(clients: Any, request: Request, job_id: str) -> list[str]:
-    """Return the last lines of the first host's newest log, in which rank 0 prints the progress; empty before there is one."""
+    """Return the last lines of the first host's newest log, in which rank 0 prints the progress;
+    empty before there is one."""
     logs = clients["logs"]
-    streams = logs.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/algo-1-")["logStreams"]
+    streams = logs.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/algo-1-")[
+        "logStreams"
+    ]
     if not streams:
         return []
     stream = streams[-1]["logStreamName"]  # its name ends with the time of this start
-    events = logs.get_log_events(logGroupName=LOG_GROUP, logStreamName=stream, limit=LOG_LINES, startFromHead=False)
+    events = logs.get_log_events(
+        logGroupName=LOG_GROUP, logStreamName=stream, limit=LOG_LINES, startFromHead=False
+    )
     return [event["message"] for event in events["events"]]
 
 

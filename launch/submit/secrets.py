@@ -1,4 +1,5 @@
-"""Find what looks like a secret in a request: platforms store requests in plain text, and show them in consoles and logs."""
+"""Find what looks like a secret in a request: platforms store requests in plain text,
+and show them in consoles and logs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -28,8 +29,18 @@ def _suspects(request: Request) -> Iterator[tuple[str, str]]:
     for name, text in patches.variables(request.patch):
         if is_secret(name) or any(reasons(text)):
             yield f"--patch sets {name}, which", "looks like a secret"
-    options = [(f"--{field.name}", getattr(request, field.name)) for field in dataclasses.fields(request) if field.metadata]
-    texts = [(name, text) for name, value in options for text in (value if isinstance(value, tuple) else [value])]
-    texts = [(name, text.partition("=")[2] if name == "--env" else text) for name, text in texts if isinstance(text, str)]
+    options = [
+        (f"--{field.name}", getattr(request, field.name))
+        for field in dataclasses.fields(request)
+        if field.metadata
+    ]
+    texts = [
+        (name, text) for name, value in options for text in (value if isinstance(value, tuple) else [value])
+    ]
+    texts = [
+        (name, text.partition("=")[2] if name == "--env" else text)
+        for name, text in texts
+        if isinstance(text, str)
+    ]
     for name, text in [*texts, *((f"the job's --{name}", value or "") for name, value in request.pairs)]:
         yield from ((name, reason) for reason in dict.fromkeys(reasons(text)))

@@ -16,7 +16,17 @@ from launch.submit.platform import LOG_LINES, Platform
 from launch.submit.request import Request
 
 WARNING_SECONDS = 120  # before the time limit: SLURM tells the job to save, and the script requeues itself
-FAILED = ["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "REVOKED"]
+FAILED = [
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+    "REVOKED",
+]
 ENDED = {"COMPLETED": 0, **dict.fromkeys(FAILED, 1)}
 
 RUN_AND_REQUEUE = """\
@@ -56,24 +66,29 @@ def build(request: Request) -> str:
     code = os.path.abspath(request.code_url) if request.code_url else str(requests.ROOT)
     sizes = _sizes(request)
     lines = {
-        "job-name": request.name, "nodes": request.nodes, "ntasks-per-node": 1, "gpus-per-node": request.gpus or None, **sizes,
-        "partition": request.pool, "time": _clock(request.hours), "output": _log(request), "open-mode": "append",
+        "job-name": request.name, "nodes": request.nodes, "ntasks-per-node": 1,
+        "gpus-per-node": request.gpus or None, **sizes, "partition": request.pool,
+        "time": _clock(request.hours), "output": _log(request), "open-mode": "append",
         "signal": f"USR1@{WARNING_SECONDS}",
     }  # fmt: skip
-    header = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in lines.items() if value is not None]
+    header = [
+        f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in lines.items() if value is not None
+    ]
     header.append("#SBATCH --requeue" if request.retries else "#SBATCH --no-requeue")
     if request.is_elastic:
         header.append("#SBATCH --no-kill")
     site_lines = sorted(
         request.script_line, key=lambda line: not line.startswith("#SBATCH")
     )  # sbatch ignores #SBATCH after a command
-    # The nodes' secret is made when the job starts, so no stored or shown script contains it (docs/security.md).
+    # The nodes' secret is made when the job starts, so no stored or shown script contains it
+    # (docs/security.md).
     exports = []
     if request.nodes > 1:
         exports.append('export ANYRANK_SECRET="$(od -An -tx1 -N32 /dev/urandom | tr -d " \\n")"')
     exports += [f"export {name}={shlex.quote(value)}" for name, value in request.environment.items()]
     words = requests.command(request, code, request.data_url, request.output_url, _python(request))
-    size_options = [f"--{name}={value}" for name, value in sizes.items()]  # srun does not take them from the #SBATCH lines
+    # srun does not take them from the #SBATCH lines
+    size_options = [f"--{name}={value}" for name, value in sizes.items()]
     kill = ["--kill-on-bad-exit=0", "--no-kill"] if request.is_elastic else ["--kill-on-bad-exit=1"]
     run = shlex.join(["srun", *kill, *size_options, *words])
     failures = f'{shlex.quote(os.path.join(_folder(request), f".{request.name}"))}-"$SLURM_JOB_ID".failures'
@@ -94,7 +109,8 @@ def _python(request: Request) -> str:
 
 
 def _sizes(request: Request) -> dict[str, str]:
-    """Return the options for a node's cores and memory: without them, a cluster that binds tasks to cores gives only one."""
+    """Return the options for a node's cores and memory: without them,
+    a cluster that binds tasks to cores gives only one."""
     sizes = {}
     if request.cores:
         sizes["cpus-per-task"] = str(request.cores)
@@ -104,8 +120,13 @@ def _sizes(request: Request) -> dict[str, str]:
 
 
 def _folder(request: Request) -> str:
-    """Return the folder of the log: the output folder, or "" (the current folder) if the output is not in a folder."""
-    return "" if not request.output_url or is_address(request.output_url) else os.path.abspath(request.output_url)
+    """Return the folder of the log: the output folder,
+    or "" (the current folder) if the output is not in a folder."""
+    return (
+        ""
+        if not request.output_url or is_address(request.output_url)
+        else os.path.abspath(request.output_url)
+    )
 
 
 def _log(request: Request) -> str:
@@ -118,7 +139,7 @@ def _clock(hours: Optional[float]) -> Optional[str]:
     return "{}:{:02d}:00".format(*divmod(round(hours * 60), 60))
 
 
-# --- Sending -----------------------------------------------------------------------------------------------------------
+# --- Sending ------------------------------------------------------------------------------------------------
 
 
 def _run(*words: str, text: Optional[str] = None) -> str:
@@ -138,9 +159,13 @@ def send(client: object, request: Request, body: Any) -> str:
         sizes = _sizes(request)
         if not re.search("node configuration|generic resource", str(error)) or not sizes:
             raise
-        requested = f"{sizes.get('cpus-per-task', 'some')} cores, {sizes.get('mem', '0G')[:-1]} GiB and {request.gpus} GPUs"
+        requested = (
+            f"{sizes.get('cpus-per-task', 'some')} cores, {sizes.get('mem', '0G')[:-1]} GiB and "
+            f"{request.gpus} GPUs"
+        )
         hint = (
-            f"each node has to have {requested}; --cpus 0 --memory 0 leave the first two to the cluster, --gpus 0 asks for none"
+            f"each node has to have {requested}; --cpus 0 --memory 0 leave the first two to the cluster, "
+            "--gpus 0 asks for none"
         )
         raise UserError(f"{error}: {hint}") from None
 
@@ -150,7 +175,10 @@ def console(request: Request, job_id: str) -> str:
 
 
 def state(client: object, request: Request, job_id: str) -> tuple[str, Optional[int]]:
-    """Return (state, exit code or None until the job ends). The state may have a reason, such as a lack of nodes."""
+    """Return (state, exit code or None until the job ends).
+
+    The state may have a reason, such as a lack of nodes.
+    """
     fields = _fields(job_id)
     name = fields.get("JobState", "UNKNOWN")
     reason = fields.get("Reason", "None")

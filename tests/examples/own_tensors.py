@@ -42,7 +42,15 @@ def main():
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)
     loss_fn = torch.nn.MSELoss()
 
-    run = Run(args, train_sampler, model, best_by="loss", best_is="lowest", optimizer=optimizer, scheduler=scheduler)
+    run = Run(
+        args,
+        train_sampler,
+        model,
+        best_by="loss",
+        best_is="lowest",
+        optimizer=optimizer,
+        scheduler=scheduler,
+    )
     run.resume()
     for _ in run.epochs():
         model.train()

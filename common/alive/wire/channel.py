@@ -1,8 +1,10 @@
-"""The connections between the parents of a job's nodes, or between its watchers: how a node joins, how a loss is noticed.
+"""The connections between the parents of a job's nodes, or between its watchers: how a node joins,
+how a loss is noticed.
 
-Node 0 listens on a port (hub.py), and the other nodes connect to it. Both sides prove that they have the job's secret
-(secret.py) before any other message. Messages are lines of JSON whose form is checked; nothing is unpickled. If the process of
-a node ends, its connection is closed, which is noticed at once. A cut link or a frozen machine is noticed by its silence.
+Node 0 listens on a port (hub.py), and the other nodes connect to it. Both sides prove that they have the
+job's secret (secret.py) before any other message. Messages are lines of JSON whose form is checked; nothing
+is unpickled. If the process of a node ends, its connection is closed, which is noticed at once. A cut link or
+a frozen machine is noticed by its silence.
 """
 
 import contextlib
@@ -40,7 +42,8 @@ class Go(_Start, total=False):
 
 
 def beat_seconds(nodes: int) -> float:
-    """Return the seconds between two beats of a node: longer with thousands of nodes, or node 0 would do nothing else."""
+    """Return the seconds between two beats of a node: longer with thousands of nodes,
+    or node 0 would do nothing else."""
     return max(BEAT_SECONDS, nodes / 2000)
 
 
@@ -63,11 +66,14 @@ def checked(message: dict) -> dict:
     return message
 
 
-# --- A connection ------------------------------------------------------------------------------------------------------
+# --- A connection -------------------------------------------------------------------------------------------
 
 
 class Connection:
-    """Carries whole messages over a socket. Sending never blocks: a node that does not read its messages is lost."""
+    """Carries whole messages over a socket.
+
+    Sending never blocks: a node that does not read its messages is lost.
+    """
 
     def __init__(self, raw_socket: socket.socket):
         self.socket = raw_socket
@@ -97,12 +103,14 @@ class Connection:
         raise ConnectionLost("it does not read what it is sent")
 
     def tell(self, **message: Any) -> None:
-        """Send a message, and ignore a broken connection: the next receive(), or a long silence, will show that it is lost."""
+        """Send a message, and ignore a broken connection: the next receive(), or a long silence,
+        will show that it is lost."""
         with contextlib.suppress(ConnectionLost):
             self.send(**message)
 
     def receive(self) -> list[dict]:
-        """Return the messages that have come; raise ConnectionLost if the peer is gone or a message is no JSON object."""
+        """Return the messages that have come; raise ConnectionLost if the peer is gone or a message is no
+        JSON object."""
         try:
             chunk = self.socket.recv(65536)
         except BlockingIOError:
@@ -129,8 +137,8 @@ class Connection:
         self._longest = LONGEST_MESSAGE
 
     def wait(self, seconds: float) -> list[dict]:
-        """Wait for the next messages and return them, unchecked (checked()); raise ConnectionLost after `seconds`, or if the
-        connection is closed."""
+        """Wait for the next messages and return them, unchecked (checked()); raise ConnectionLost after
+        `seconds`, or if the connection is closed."""
         deadline = time.monotonic() + seconds
         while self.readable(deadline - time.monotonic()):
             if received := self.receive():
@@ -144,8 +152,8 @@ class Connection:
         return bool(poller.poll(max(0.0, seconds) * 1000))
 
     def poll(self, seconds: float) -> list[tuple]:
-        """Wait up to `seconds`, as Hub.poll() does: return [(0, message), ...], where 0 is the node at the other end, and
-        each message is checked; [] if none came; [(0, None)] if that node is lost."""
+        """Wait up to `seconds`, as Hub.poll() does: return [(0, message), ...], where 0 is the node at the
+        other end, and each message is checked; [] if none came; [(0, None)] if that node is lost."""
         try:
             if self.readable(seconds):
                 return [(0, checked(message)) for message in self.receive()]
@@ -169,11 +177,14 @@ def port_is_closed(address: str, port: int) -> bool:
     return False
 
 
-# --- How a node joins --------------------------------------------------------------------------------------------------
+# --- How a node joins ---------------------------------------------------------------------------------------
 
 
 def connect(address: str, port: int, seconds: float, say: Callable) -> socket.socket:
-    """Return a socket to node 0. Try until its port answers, or raise UserError after `seconds`; `say` logs the wait."""
+    """Return a socket to node 0.
+
+    Try until its port answers, or raise UserError after `seconds`; `say` logs the wait.
+    """
     node_0 = f"node 0 at {address}:{port}"
     waiting = Waiting()
     while True:
@@ -182,7 +193,9 @@ def connect(address: str, port: int, seconds: float, say: Callable) -> socket.so
         except OSError as error:  # the name may not resolve yet, or the program not run yet
             if waiting.seconds >= seconds:
                 hint = "see that the job has been started there, too, and that this port is open"
-                raise UserError(f"{node_0} did not answer within {seconds:.0f} s: {one_line(error)}; {hint}") from None
+                raise UserError(
+                    f"{node_0} did not answer within {seconds:.0f} s: {one_line(error)}; {hint}"
+                ) from None
             if waiting.claim_line():
                 say(f"waiting for {node_0}, {waiting.seconds:.0f} s: {one_line(error)}")
             time.sleep(0.2)
@@ -218,13 +231,14 @@ def join(
             connection.close()
             raise
     raise UserError(
-        f"{address}:{port} answers but is not node 0 of this job ({why}): another program has the port, or the job has "
-        "stopped; see the log of node 0, or give the job another port"
+        f"{address}:{port} answers but is not node 0 of this job ({why}): another program has the port, or "
+        "the job has stopped; see the log of node 0, or give the job another port"
     )
 
 
 def prove(connection: Connection, key: bytes) -> None:
-    """Exchange proofs of the secret with node 0; raise UserError if node 0 refuses, ConnectionLost if its proof is wrong."""
+    """Exchange proofs of the secret with node 0; raise UserError if node 0 refuses,
+    ConnectionLost if its proof is wrong."""
     hub_nonce = _receive_field(connection, "nonce")
     node_nonce = secret.nonce()
     if not messages.text(64)(hub_nonce):
@@ -243,7 +257,9 @@ def _receive_field(connection: Connection, name: str) -> Any:
     return message.get(name)
 
 
-def _wait_for_go(connection: Connection, seconds: float, on_message: Optional[Callable[[dict], None]] = None) -> Go:
+def _wait_for_go(
+    connection: Connection, seconds: float, on_message: Optional[Callable[[dict], None]] = None
+) -> Go:
     """Wait for the start message and return it; raise UserError if node 0 refuses, else ConnectionLost."""
     deadline = time.monotonic() + seconds
     answer_seconds = ANSWER_SECONDS

@@ -1,7 +1,8 @@
-"""Node 0's side of the connections (channel.py): it accepts the other nodes of its job, and limits what strangers can do.
+"""Node 0's side of the connections (channel.py): it accepts the other nodes of its job,
+and limits what strangers can do.
 
-A stranger is a connection that has not yet proved that it has the job's secret. Few strangers may wait, each for a short time,
-and a line of the log counts those that were refused. Whatever they send, the job goes on.
+A stranger is a connection that has not yet proved that it has the job's secret. Few strangers may wait, each
+for a short time, and a line of the log counts those that were refused. Whatever they send, the job goes on.
 """
 
 import collections
@@ -36,7 +37,8 @@ STRANGERS_LINE_SECONDS = 600
 ACCEPTED_AT_ONCE = 256
 PAUSE_SECONDS = 0.1  # for which no connection is accepted when there are no descriptors left
 SPARE_DESCRIPTORS = 256  # for the other files of this process
-LACK = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}  # the errors for a lack of descriptors or memory
+# the errors for a lack of descriptors or memory
+LACK = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Hub:
@@ -46,22 +48,26 @@ class Hub:
         self, listener: socket.socket, hello: dict, say: Callable, key: bytes = b"",
         stays_open: bool = False, greet: Optional[Callable[[dict, bool], None]] = None,
     ):  # fmt: skip
-        """`hello`: what this node tells of itself; `say`: prints a log line; `key`: the job's secret (secret.py);
-        `stays_open`: nodes may also join after meet(). `greet(hello, complete)`: is told what each node of this job tells
-        of itself, and whether all nodes had joined before; it raises ConnectionLost to refuse the node, or another error,
-        which ends meet()."""
+        """`hello`: what this node tells of itself; `say`: prints a log line; `key`: the job's secret
+        (secret.py);
+        `stays_open`: nodes may also join after meet(). `greet(hello, complete)`: is told what each node of
+        this job tells of itself, and whether all nodes had joined before; it raises ConnectionLost to refuse
+        the node, or another error, which ends meet()."""
         self._hello = hello
         self._say = say
         self._key = key
         self._stays_open = stays_open
         self._greet = greet
         self.connections: dict[int, Connection] = {}
-        self.hellos: dict[int, dict] = {}  # of each node that has ever joined; "ahead": seconds that its clock is ahead
+        # of each node that has ever joined; "ahead": seconds that its clock is ahead
+        self.hellos: dict[int, dict] = {}
         # {connection: (since when it is connected, the nonce that it was sent)}
         self._strangers: dict[Connection, tuple[float, str]] = {}
-        self._refused: collections.Counter = collections.Counter()  # {why, as _refuse() has it: how many connections}
+        # {why, as _refuse() has it: how many connections}
+        self._refused: collections.Counter = collections.Counter()
         self._counted_at = -math.inf  # when the log last had a line of them
-        self._complete = False  # whether all nodes have joined; further ones are then refused, unless `stays_open`
+        # whether all nodes have joined; further ones are then refused, unless `stays_open`
+        self._complete = False
         self._listener = listener
         self._accepts_again_at = 0.0  # 0: no pause
         listener.setblocking(False)
@@ -71,7 +77,8 @@ class Hub:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def meet(self, seconds: float) -> None:
-        """Wait until every node has joined; after `seconds`, raise a UserError that names the missing nodes."""
+        """Wait until every node has joined; after `seconds`,
+        raise a UserError that names the missing nodes."""
         nodes = self._hello["nodes"]
         waiting = Waiting()
         last_beat = time.monotonic()
@@ -103,7 +110,9 @@ class Hub:
     def poll(self, seconds: float) -> list[tuple]:
         """Wait up to `seconds`; return [(node, message)]. A message of None means that the node is lost."""
         received = []
-        for key, _ in self._selector.select(min(seconds, PAUSE_SECONDS) if self._accepts_again_at else seconds):
+        for key, _ in self._selector.select(
+            min(seconds, PAUSE_SECONDS) if self._accepts_again_at else seconds
+        ):
             connection: Any = key.fileobj
             if connection is self._listener:
                 self._accept()
@@ -117,7 +126,9 @@ class Hub:
         now = time.monotonic()
         lost_nodes = {node for node, message in received if message is None}
         silent_nodes = {
-            node for node, connection in self.connections.items() if now - connection.last_received > SILENCE_SECONDS
+            node
+            for node, connection in self.connections.items()
+            if now - connection.last_received > SILENCE_SECONDS
         }
         received += [(node, None) for node in sorted(silent_nodes - lost_nodes)]
         for connection, (since, _) in list(self._strangers.items()):
@@ -175,7 +186,8 @@ class Hub:
             connection.tell(app="anyrank", nonce=nonce)
 
     def _make_room(self):
-        """Close the oldest connection without proof, as descriptors are lacking; if there is none, pause accepting others."""
+        """Close the oldest connection without proof, as descriptors are lacking; if there is none,
+        pause accepting others."""
         if self._strangers:
             self._refuse(next(iter(self._strangers)), "made room for others")
         elif not self._accepts_again_at:
@@ -200,7 +212,8 @@ class Hub:
                 self._refuse(connection, "sent something else")
 
     def _examine(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Check a stranger's proof, and prove to it that this node has the secret, too; ConnectionLost if it has not."""
+        """Check a stranger's proof, and prove to it that this node has the secret, too;
+        ConnectionLost if it has not."""
         if not PROOF(message):
             raise ConnectionLost(NOT_OURS)
         nonces = self._strangers[connection][1], message["nonce"]
@@ -210,8 +223,10 @@ class Hub:
         connection.trust()
 
     def _introduce(self, connection: Connection, hello: dict[str, Any]) -> None:
-        """Accept the node that sent this `hello`, or refuse it. UserError if it does not fit while nodes still meet: it may
-        be the right one, and those that came before it the wrong ones."""
+        """Accept the node that sent this `hello`, or refuse it.
+
+        UserError if it does not fit while nodes still meet: it may be the right one, and those that came
+        before it the wrong ones."""
         if not HELLO(hello):
             raise ConnectionLost(NOT_OURS)
         own_hello = self._hello
@@ -225,7 +240,10 @@ class Hub:
             self._greet(hello, self._complete)
         if self._complete and not self._stays_open:
             connection.tell(
-                refused=f"the job on this port, on {own_hello['host']}, has all its nodes already; give yours another port"
+                refused=(
+                    f"the job on this port, on {own_hello['host']}, has all its nodes already; give yours "
+                    "another port"
+                )
             )
             self._refuse(connection, "came when all nodes were there")
             return
@@ -243,7 +261,8 @@ class Hub:
         self.hellos[node] = {**hello, "host": host, "ahead": hello["clock"] - time.time()}
 
     def _fault_of(self, hello: dict[str, Any], host: str) -> Optional[str]:
-        """Return why a node of this job cannot join: its number, or a value that all nodes must have alike."""
+        """Return why a node of this job cannot join: its number,
+        or a value that all nodes must have alike."""
         own_hello = self._hello
         own_host = own_hello["host"]
         node = hello["node"]
@@ -262,7 +281,10 @@ class Hub:
         return None
 
     def _refuse(self, connection: Connection, why: str) -> None:
-        """Close a connection, and count it. `why` completes a line such as "3 connections: 2 said nothing in time"."""
+        """Close a connection, and count it.
+
+        `why` completes a line such as "3 connections: 2 said nothing in time".
+        """
         if why not in self._refused and len(self._refused) >= 20:
             why = "of other kinds"
         self._refused[why] += 1
@@ -275,12 +297,15 @@ class Hub:
         connection.close()
 
     def _count_strangers(self, now: float) -> None:
-        """Say how many connections were refused, and why, if there are any and the last such line is long ago."""
+        """Say how many connections were refused, and why,
+        if there are any and the last such line is long ago."""
         if self._refused and now - self._counted_at >= STRANGERS_LINE_SECONDS:
             self._counted_at = now
             kinds = ", ".join(f"{total} {why}" for why, total in self._refused.most_common(5))
             total = sum(self._refused.values())
-            self._say(f"closed {count(total, 'connection')} that did not prove to belong to this job: {kinds}"[:500])
+            self._say(
+                f"closed {count(total, 'connection')} that did not prove to belong to this job: {kinds}"[:500]
+            )
             self._refused.clear()
 
     def _ending(self, reason: str, *newcomers: Connection) -> UserError:
@@ -291,7 +316,10 @@ class Hub:
 
 
 def listen(port: int) -> socket.socket:
-    """Return a socket that listens on this port. Try for 3 s, as an earlier process may hold it, then raise UserError."""
+    """Return a socket that listens on this port.
+
+    Try for 3 s, as an earlier process may hold it, then raise UserError.
+    """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     deadline = time.monotonic() + 3
     while True:
@@ -308,10 +336,12 @@ def listen(port: int) -> socket.socket:
 
 
 def _reserve_descriptors(num_connections: int) -> None:
-    """Allow this process so many connections besides its other files; raise UserError if the limit is too low."""
+    """Allow this process so many connections besides its other files;
+    raise UserError if the limit is too low."""
     needed = num_connections + SPARE_DESCRIPTORS
     allowed = network.allow_open_files(needed)
     if allowed < needed:
         raise UserError(
-            f"node 0 needs {needed} open files for its connections, and may have {allowed}: raise the limit (ulimit -n)"
+            f"node 0 needs {needed} open files for its connections, and may have {allowed}: raise the "
+            "limit (ulimit -n)"
         )

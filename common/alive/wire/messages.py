@@ -1,4 +1,5 @@
-"""The messages between the nodes of a job: each is a line of JSON and must have the form that is defined here."""
+"""The messages between the nodes of a job: each is a line of JSON and must have the form that is defined
+here."""
 
 import contextlib
 import ipaddress
@@ -35,11 +36,14 @@ def is_dict(value: object) -> bool:
 
 
 def record(optional: tuple = (), **fields: Callable) -> Callable:
-    """Return a check for a dict with these fields and no others, each of its form; the `optional` ones may be missing."""
+    """Return a check for a dict with these fields and no others, each of its form;
+    the `optional` ones may be missing."""
 
     def fits(value: Any) -> bool:
         is_known = isinstance(value, dict) and set(value) <= set(fields)
-        return is_known and all(check(value[name]) if name in value else name in optional for name, check in fields.items())
+        return is_known and all(
+            check(value[name]) if name in value else name in optional for name, check in fields.items()
+        )
 
     return fits
 
@@ -54,15 +58,16 @@ RANK = integer(0, 10**7)
 STEPS = integer(0, 1 << 62)
 PORT = integer(1, 65535)
 STATUS = record(
-    rank=RANK, steps=STEPS, idle=is_number, median=is_number, phase=lambda value: value in list(heartbeat.PHASES),
-    waits=text(200), waiting=is_bool,
+    rank=RANK, steps=STEPS, idle=is_number, median=is_number,
+    phase=lambda value: value in list(heartbeat.PHASES), waits=text(200), waiting=is_bool,
 )  # fmt: skip
 STALL = record(
-    late=lambda value: value is None or STATUS(value), last=lambda value: value is None or STATUS(value), idle=is_number,
-    median=is_number, training=is_bool, waiting=is_bool,
+    late=lambda value: value is None or STATUS(value), last=lambda value: value is None or STATUS(value),
+    idle=is_number, median=is_number, training=is_bool, waiting=is_bool,
 )  # fmt: skip
 REPORT = record(
-    optional=("stack_of",), text=text(4000), direct=is_bool, code=integer(0, 255), restart=is_bool, stack_of=RANK,
+    optional=("stack_of",), text=text(4000), direct=is_bool, code=integer(0, 255), restart=is_bool,
+    stack_of=RANK,
 )  # fmt: skip
 GO = record(optional=("more",), attempt=integer(0, 10**6), address=is_address, port=PORT, more=is_dict)
 
@@ -87,7 +92,8 @@ def each(*forms: Callable) -> Callable:
 HELLO = record(
     optional=("findings", "more"), findings=lambda value: isinstance(value, list),  # of the doctor
     more=is_dict,
-    app=text(100), job=text(1000), host=text(1000), node=integer(0, 10**6), nodes=integer(1, 10**6), workers=integer(1, 10**6),
+    app=text(100), job=text(1000), host=text(1000),
+    node=integer(0, 10**6), nodes=integer(1, 10**6), workers=integer(1, 10**6),
     alike=is_dict, clock=is_number,
 )  # fmt: skip
 PROOF = record(nonce=text(64), proof=text(64))

@@ -1,7 +1,9 @@
-"""The observers of a run: they write its log and the files beside its checkpoints. None can change the run or make it fail.
+"""The observers of a run: they write its log and the files beside its checkpoints.
 
-An observer has a file, and its lines in observers_of_rank(); without these the training is the same. observer.py says what
-it is called with, and when.
+None can change the run or make it fail.
+
+An observer has a file, and its lines in observers_of_rank(); without these the training is the same.
+observer.py says what it is called with, and when.
 """
 
 import argparse
@@ -21,7 +23,10 @@ __all__ = ["Facts", "Observer", "Observers", "observers_of_rank"]
 
 
 def observers_of_rank(args: argparse.Namespace, shows: bool, writes: bool, may_write: bool) -> list[type]:
-    """Return a rank's observers in calling order. The rank `shows` the log, `writes` files, `may_write` now or later."""
+    """Return a rank's observers in calling order.
+
+    The rank `shows` the log, `writes` files, `may_write` now or later.
+    """
     kinds: list[type] = []  # imported where they are wanted: most ranks have none
     if writes and args.profile:
         from common.run.observers.trace import Trace
@@ -53,7 +58,9 @@ def observers_of_rank(args: argparse.Namespace, shows: bool, writes: bool, may_w
 
 
 class Observers:
-    def __init__(self, args: argparse.Namespace, device: torch.device, side_files: SideFiles, may_write: bool):
+    def __init__(
+        self, args: argparse.Namespace, device: torch.device, side_files: SideFiles, may_write: bool
+    ):
         kinds = observers_of_rank(args, side_files.shows, side_files.writes, may_write)
         self._side_files = side_files
         self._active: list[Observer] = [kind(args, device, side_files) for kind in kinds]
@@ -61,7 +68,10 @@ class Observers:
         moments.listen(self, ends_with_run=True)
 
     def notify(self, moment: Callable[..., None], facts: Facts, **details: Any) -> None:
-        """Call `moment`, a method of Observer, of each observer. Drop one that fails; a loader worker's death is raised."""
+        """Call `moment`, a method of Observer, of each observer.
+
+        Drop one that fails; a loader worker's death is raised.
+        """
         self._latest_facts = facts
         for observer in list(self._active):
             try:
@@ -73,7 +83,10 @@ class Observers:
                 reason = f"{type(error).__name__}: {one_line(error)[:300]}"
                 say = self._side_files.say if self._side_files.shows else print
                 if moment is not Observer.failed:  # a warning would hide the error of the job itself
-                    say(f"warning: {type(observer).__name__} has failed, and the run goes on without it: {reason}")
+                    say(
+                        f"warning: {type(observer).__name__} has failed, and the run goes on without "
+                        f"it: {reason}"
+                    )
 
     def batch(self, number: int, loader: Sized) -> None:
         """Listener of common.moments: pass on the progress of an evaluation."""

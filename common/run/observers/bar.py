@@ -1,4 +1,5 @@
-"""A bar on a terminal or in a notebook: a name, the steps, and as many words as fit; the others fall away from the right."""
+"""A bar on a terminal or in a notebook: a name, the steps, and as many words as fit;
+the others fall away from the right."""
 
 import os
 import sys
@@ -32,7 +33,9 @@ class Bar:
         columns, rows = terminal_size()
         self._tqdm_bar.ncols = columns
         self._tqdm_bar.nrows = rows
-        self._tqdm_bar.bar_format = FORMAT + words_that_fit(words, columns - self._columns_without_bar - LEAST_COLUMNS)
+        self._tqdm_bar.bar_format = FORMAT + words_that_fit(
+            words, columns - self._columns_without_bar - LEAST_COLUMNS
+        )
         self._tqdm_bar.refresh()
 
     def close(self) -> None:

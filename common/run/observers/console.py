@@ -1,4 +1,5 @@
-"""Show a run in its log: as a bar in a terminal, else as lines of key=value behind a time of day, for regular expressions."""
+"""Show a run in its log: as a bar in a terminal, else as lines of key=value behind a time of day,
+for regular expressions."""
 
 import argparse
 import datetime
@@ -22,9 +23,11 @@ from common.run.scores import Scores
 from common.run.side_files import SideFiles
 
 BAR_UPDATE_SECONDS = 1  # between two updates of the loss and the speed behind the bar
-# {seconds that a start has trained: seconds between two lines, up to then}, unless --log_seconds says otherwise
+# {seconds that a start has trained: seconds between two lines, up to then}, unless --log_seconds says
+# otherwise
 LINE_SECONDS = {300: 5, 3600: 30, math.inf: 60}
-STARVED = 0.25  # fraction of the time spent waiting for data, from which the log calls the loader the bottleneck
+# fraction of the time spent waiting for data, from which the log calls the loader the bottleneck
+STARVED = 0.25
 
 
 class Console(Observer):
@@ -52,7 +55,8 @@ class Console(Observer):
         self._import_packages()
 
     def _import_packages(self):
-        """Except in a trial, import the packages that the files need, which takes seconds, and log which are missing."""
+        """Except in a trial, import the packages that the files need, which takes seconds,
+        and log which are missing."""
         self._has_imported = True
         is_trial = self._side_files.shows and not self._side_files.writes
         if is_trial:  # it leaves no files
@@ -68,7 +72,9 @@ class Console(Observer):
         if not self._side_files.shows or facts.plan.epoch_is_over(facts.position):
             return
         done = facts.position.consumed // sampler.global_batch
-        self._bar = bar.open_bar(f"epoch {facts.position.epoch + 1}/{self._args.epochs}", done + len(sampler), done)
+        self._bar = bar.open_bar(
+            f"epoch {facts.position.epoch + 1}/{self._args.epochs}", done + len(sampler), done
+        )
         if self._bar is not None:
             self._bar.show_words([self._time_left(now)])
 
@@ -87,8 +93,14 @@ class Console(Observer):
 
     def _words(self, facts: Facts, loss: torch.Tensor, now: float) -> list[str]:
         """Return the words behind the bar, by importance. A GPU's loss is that of the last call."""
-        steps_per_second = max(1, facts.position.total_steps - self._steps_at_bar_update) / (now - self._bar_updated_at)
-        rate = f"{steps_per_second:.1f} steps/s" if steps_per_second >= 1 else f"{1 / steps_per_second:.1f} s/step"
+        steps_per_second = max(1, facts.position.total_steps - self._steps_at_bar_update) / (
+            now - self._bar_updated_at
+        )
+        rate = (
+            f"{steps_per_second:.1f} steps/s"
+            if steps_per_second >= 1
+            else f"{1 / steps_per_second:.1f} s/step"
+        )
         samples_per_second = steps_per_second * facts.plan.sampler.global_batch
         if self._expected_end is None:  # a guess, until a line knows better
             self._expected_end = now + facts.plan.samples_left(facts.position) / samples_per_second
@@ -119,19 +131,27 @@ class Console(Observer):
         if self._bar is not None:
             self._bar.move_to(batches)
 
-    def log_due(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int) -> None:
-        """Show these figures: the bar has them with its next update; without a bar, print a line, unless the last one is
-        too recent. After the first ones, import what the files need, and say once what helps a slow loader."""
+    def log_due(
+        self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int
+    ) -> None:
+        """Show these figures: the bar has them with its next update; without a bar, print a line, unless the
+        last one is too recent. After the first ones, import what the files need, and say once what helps a
+        slow loader."""
         now = time.monotonic()
         step, steps = facts.plan.step_of_the_epoch(facts.position)
         self._expected_end = None if seconds_left is None else now + seconds_left
         if self._bar is None and self._line_is_due(step, now):
             self._last_line_at = now
-            place = f"epoch={facts.position.epoch + 1}/{self._args.epochs} step={step}/{steps}{skipped_field(skipped)}"
+            place = (
+                f"epoch={facts.position.epoch + 1}/{self._args.epochs} "
+                f"step={step}/{steps}{skipped_field(skipped)}"
+            )
             rate = f"{facts.unit}_per_s={speed['images_per_s']:.0f}"
             remaining = "?" if seconds_left is None else datetime.timedelta(seconds=int(seconds_left))
             split = " ".join(f"{phase}={speed[phase]:.0%}" for phase in TRAINING_PHASES)
-            self._say(f"{time_of_day()} {place} train_loss={loss:.4f} lr={lr:.6g} {rate} left={remaining} {split}")
+            self._say(
+                f"{time_of_day()} {place} train_loss={loss:.4f} lr={lr:.6g} {rate} left={remaining} {split}"
+            )
         if not self._has_imported:  # after the first line, which should not wait for it
             self._import_packages()
         self._advise_once(facts, speed["waiting_for_data"])
@@ -147,15 +167,20 @@ class Console(Observer):
             self._say(line)
 
     def _line_is_due(self, step: int, now: float) -> bool:
-        """Whether a line is due after this step of its epoch. The first step has none, as its speed is that of one step alone,
-        but for the first of a start."""
+        """Whether a line is due after this step of its epoch.
+
+        The first step has none, as its speed is that of one step alone, but for the first of a start."""
         if self._last_line_at is None or self._args.print_freq:
             return True
-        default_interval = next(seconds for limit, seconds in LINE_SECONDS.items() if now - self._began_at <= limit)
+        default_interval = next(
+            seconds for limit, seconds in LINE_SECONDS.items() if now - self._began_at <= limit
+        )
         interval = default_interval if self._args.log_seconds is None else self._args.log_seconds
         return step > 1 and now - self._last_line_at >= interval
 
-    def epoch_ended(self, facts: Facts, is_complete: bool, metrics: dict, scores: Optional[Scores], skipped: int) -> None:
+    def epoch_ended(
+        self, facts: Facts, is_complete: bool, metrics: dict, scores: Optional[Scores], skipped: int
+    ) -> None:
         self._close_bar()
         self._has_scores = scores is not None
         position = facts.position
@@ -174,7 +199,10 @@ class Console(Observer):
             self._say(line)
 
     def nodes_changed(self, facts: Facts, news: str, ranks: int, pause: float) -> None:
-        self._say(f"{news}: {count(ranks, 'rank')} went on with step {facts.position.total_steps} after {pause:.1f} s")
+        self._say(
+            f"{news}: {count(ranks, 'rank')} went on with step {facts.position.total_steps} after "
+            f"{pause:.1f} s"
+        )
 
     def ended(self, _facts: Facts) -> None:
         self._close_bar()

@@ -44,18 +44,31 @@ class Files(Observer):
         self._side_files.write(os.path.join("examples", f"{name}.png"), png(pixels))
 
     def _write_metrics(self, facts: Facts) -> None:
-        """Write metrics.jsonl, a row per epoch of the run's history. An empty history is written only over an existing file."""
+        """Write metrics.jsonl, a row per epoch of the run's history.
+
+        An empty history is written only over an existing file.
+        """
         history = facts.results.history
         if history or os.path.exists(os.path.join(self._folder, "metrics.jsonl")):
-            self._side_files.write("metrics.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in history))
+            self._side_files.write(
+                "metrics.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in history)
+            )
 
     def _write_state(self, facts: Facts) -> None:
-        """Write to state.json whether the run is finished. Exit code 0 does not tell: --max_hours ends with 0 as well."""
-        state = {"finished": facts.plan.is_finished(facts.position), "epoch": facts.position.epoch, "epochs": self._epochs}
+        """Write to state.json whether the run is finished.
+
+        Exit code 0 does not tell: --max_hours ends with 0 as well.
+        """
+        state = {
+            "finished": facts.plan.is_finished(facts.position),
+            "epoch": facts.position.epoch,
+            "epochs": self._epochs,
+        }
         self._side_files.write("state.json", json.dumps(state).encode() + b"\n")
 
     def draw_curves(self, facts: Facts) -> None:
-        """Draw the losses and, if measured, accuracy, PSNR and SSIM over the epochs, if this rank writes and has matplotlib."""
+        """Draw the losses and, if measured, accuracy, PSNR and SSIM over the epochs,
+        if this rank writes and has matplotlib."""
         self._curves_drawn_at = time.monotonic()
         history = facts.results.history
         if not self._side_files.writes or not history or not packages.is_available(packages.FIGURES):
@@ -65,7 +78,8 @@ class Files(Observer):
         panels = panels_of(history[-1])
         width = 4 * len(panels)
         figure = Figure(figsize=(width, 3))
-        figure.subplots_adjust(left=0.6 / width, right=1 - 0.15 / width, bottom=0.16, top=0.9, wspace=0.25)  # layouts are slow
+        # layouts are slow
+        figure.subplots_adjust(left=0.6 / width, right=1 - 0.15 / width, bottom=0.16, top=0.9, wspace=0.25)
         epochs = [row["epoch"] for row in history]
         for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
             for name, label in lines.items():
@@ -81,7 +95,10 @@ class Files(Observer):
 
 def panels_of(metrics: Mapping[str, float]) -> dict[str, dict[str, str]]:
     """Return {title of a figure: {metric: label of its line}} for the metrics that are drawn."""
-    panels = {"loss": {"train_loss": "training", "loss": "validation"}, **{name: {name: name} for name in DRAWN_ALONE}}
+    panels = {
+        "loss": {"train_loss": "training", "loss": "validation"},
+        **{name: {name: name} for name in DRAWN_ALONE},
+    }
     drawn = {}
     for title, lines in panels.items():
         measured = {name: label for name, label in lines.items() if name in metrics}

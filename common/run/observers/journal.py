@@ -1,9 +1,10 @@
 """The history of a run, with times, in two files to which every start appends lines.
 
-journal.jsonl   a line for each start, warning, change of the nodes, set of example pictures, and end
-speed.jsonl     a line for each line of the log and each epoch: images a second, the most memory so far, how many seconds each
-                phase has taken since the line before and, while data arrive, how many MiB of them came (from_bucket_first_mib,
-                before the rest of their shard; from_bucket_mib) or were on this node's disk (on_disk_mib)
+journal.jsonl  a line for each start, warning, change of the nodes, set of example pictures, and end
+speed.jsonl    a line for each line of the log and each epoch: images a second, the most memory so far, how
+               many seconds each phase has taken since the line before and, while data arrive, how many MiB of
+               them came (from_bucket_first_mib, before the rest of their shard; from_bucket_mib) or were on
+               this node's disk (on_disk_mib)
 
 metrics.jsonl contains none of this, so that it is a function of seed and data alone.
 """
@@ -30,7 +31,10 @@ TAIL = 1 << 13  # bytes of speed.jsonl: some twenty rows
 
 
 class Journal(Observer):
-    """Writes nothing before the run begins, as the folder may still be another run's. Earlier events are kept until then."""
+    """Writes nothing before the run begins, as the folder may still be another run's.
+
+    Earlier events are kept until then.
+    """
 
     def __init__(self, _args: argparse.Namespace, device: torch.device, side_files: SideFiles):
         self._device = device
@@ -67,7 +71,8 @@ class Journal(Observer):
         self._write_row(facts, self._last_row[2])
 
     def failed(self, facts: Facts, error: BaseException) -> None:
-        if not (is_victim(error) and (heartbeat.has_parent() or heartbeat.has_watcher())):  # they know the cause and record it
+        # they know the cause and record it
+        if not (is_victim(error) and (heartbeat.has_parent() or heartbeat.has_watcher())):
             reason = one_line(f"{type(error).__name__}: {error}")[:500]
             self._write_event("end", how="failed", why=reason, **facts.position.row(facts.position.epoch))
 
@@ -75,7 +80,9 @@ class Journal(Observer):
         self._write_event("picture", name=name, **details)
 
     def nodes_changed(self, facts: Facts, news: str, ranks: int, pause: float) -> None:
-        self._write_event("nodes", text=news, ranks=ranks, pause=round(pause, 1), samples=facts.position.samples_seen)
+        self._write_event(
+            "nodes", text=news, ranks=ranks, pause=round(pause, 1), samples=facts.position.samples_seen
+        )
 
     def logged(self, _facts: Optional[Facts], text: str) -> None:
         """Record a line of the log that is a warning or advice."""
@@ -89,21 +96,25 @@ class Journal(Observer):
         else:
             self._early_rows.append(row)
 
-    def _write_row(self, facts: Facts, epoch: int, loss: Optional[float] = None, lr: Optional[float] = None) -> None:
+    def _write_row(
+        self, facts: Facts, epoch: int, loss: Optional[float] = None, lr: Optional[float] = None
+    ) -> None:
         previous_seconds, previous_samples, _ = self._last_row
         samples = facts.position.samples_seen - facts.plan.start_position.samples_seen
         self._last_row = (facts.seconds, samples, epoch)
         images = samples - previous_samples
         if not self._is_active:
             return
-        elapsed = {phase: seconds - previous_seconds.get(phase, 0.0) for phase, seconds in facts.seconds.items()}
+        elapsed = {
+            phase: seconds - previous_seconds.get(phase, 0.0) for phase, seconds in facts.seconds.items()
+        }
         training = elapsed.pop("training")
         rate = None
         if images and training > 0:
             rate = round(images / training, 3)
         row = {
-            "time": round(time.time(), 3), **facts.position.row(epoch), "loss": loss, "lr": lr, "images": images,
-            "images_per_s": rate,
+            "time": round(time.time(), 3), **facts.position.row(epoch), "loss": loss, "lr": lr,
+            "images": images, "images_per_s": rate,
             **{phase: round(seconds, 4) for phase, seconds in elapsed.items()},
             "peak_memory_mib": round(devices.peak_memory(self._device) / 2**20, 1),
         }  # fmt: skip

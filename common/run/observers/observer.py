@@ -47,13 +47,17 @@ class Observer:
     def evaluated(self, facts: Facts, batches: int, total: int) -> None:
         """So many batches of an evaluation are done, on a rank that shows the log."""
 
-    def log_due(self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int) -> None:
+    def log_due(
+        self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int
+    ) -> None:
         """A line of the log is due. `skipped`: steps so far whose gradients overflowed."""
 
     def picture(self, facts: Facts, name: str, pixels: torch.Tensor, details: dict) -> None:
         """There is a picture to look at."""
 
-    def epoch_ended(self, facts: Facts, is_complete: bool, metrics: dict, scores: Optional[Scores], skipped: int) -> None:
+    def epoch_ended(
+        self, facts: Facts, is_complete: bool, metrics: dict, scores: Optional[Scores], skipped: int
+    ) -> None:
         """The evaluation is over, and the checkpoint not yet written."""
 
     def saved(self, facts: Facts, is_complete: bool) -> None:

@@ -1,4 +1,5 @@
-"""Write the newest evaluation to report.json, report.txt and examples/mistakes.png, and decide when to renew report.html."""
+"""Write the newest evaluation to report.json, report.txt and examples/mistakes.png,
+and decide when to renew report.html."""
 
 import argparse
 import json
@@ -16,7 +17,8 @@ from common.run.scores import Scores
 from common.run.side_files import SideFiles
 
 REPORT_SECONDS = 180  # the least time between two pages; where one takes long, a hundred times as long
-MOST_COLUMNS = 30  # classes of the largest confusion matrix that is shown whole; of larger ones, so many pairs are shown
+# classes of the largest confusion matrix that is shown whole; of larger ones, so many pairs are shown
+MOST_COLUMNS = 30
 
 
 class Report(Observer):
@@ -35,7 +37,8 @@ class Report(Observer):
         if scores is not None:
             self._scores = scores
             self._epoch = facts.position.epoch
-            if facts.plan.limit(facts.position):  # before the checkpoint, after which a start does not evaluate again
+            # before the checkpoint, after which a start does not evaluate again
+            if facts.plan.limit(facts.position):
                 self.write_text(scores)
 
     def log_due(self, _facts: Facts, **_: object) -> None:
@@ -55,7 +58,8 @@ class Report(Observer):
         self.write_page()
 
     def write_text(self, scores: Scores) -> None:
-        """If this rank writes, write report.json, and confusions and (with scikit-learn) precision and recall to report.txt."""
+        """If this rank writes, write report.json, and confusions and (with scikit-learn) precision and recall
+        to report.txt."""
         if not self._side_files.writes:
             return
         self._write_scores()
@@ -98,11 +102,14 @@ def table(confusion: torch.Tensor, classes: list[str]) -> str:
     places = confusion.nonzero()  # of ten thousand classes all pairs would take gigabytes
     true, predicted = places.T.numpy()
     options: dict = {"labels": range(len(classes)), "target_names": classes, "digits": 4, "zero_division": 0}
-    return str(classification_report(true, predicted, sample_weight=confusion[tuple(places.T)].numpy(), **options))
+    return str(
+        classification_report(true, predicted, sample_weight=confusion[tuple(places.T)].numpy(), **options)
+    )
 
 
 def matrix(confusion: torch.Tensor, classes: list[str]) -> list[str]:
-    """Return the lines of the confusion matrix: columns are headed by the numbers of the classes, rows by number and name."""
+    """Return the lines of the confusion matrix: columns are headed by the numbers of the classes,
+    rows by number and name."""
     count_width = max(5, len(str(int(confusion.max()))) + 1)
     name_width = max(map(len, classes))
     title = "Confusion matrix: rows are the true class, columns the predicted one, by its number."
@@ -112,13 +119,17 @@ def matrix(confusion: torch.Tensor, classes: list[str]) -> list[str]:
         title,
         "",
         header,
-        *(f"{number:>3} {label:<{name_width}} {row}" for number, (label, row) in enumerate(zip(classes, counts))),
+        *(
+            f"{number:>3} {label:<{name_width}} {row}"
+            for number, (label, row) in enumerate(zip(classes, counts))
+        ),
     ]
 
 
 def pairs(scores: Scores) -> list[str]:
     """Return lines with the most frequent confusions, in place of a matrix that would be too wide."""
     rows = [
-        f"{count:6d}  {one_line(true)} -> {one_line(predicted)}" for true, predicted, count in scores.confused(MOST_COLUMNS)
+        f"{count:6d}  {one_line(true)} -> {one_line(predicted)}"
+        for true, predicted, count in scores.confused(MOST_COLUMNS)
     ]
     return [f"The {len(rows)} most frequent confusions: how often, true class -> predicted class.", "", *rows]

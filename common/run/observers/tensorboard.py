@@ -1,4 +1,7 @@
-"""Write TensorBoard's events. Its own writer cannot cope with a full disk, or with a folder whose name is not UTF-8."""
+"""Write TensorBoard's events.
+
+Its own writer cannot cope with a full disk, or with a folder whose name is not UTF-8.
+"""
 
 import argparse
 import io
@@ -56,7 +59,9 @@ def first_records(step: int) -> bytes:
     """Return the first records of a file whose events replace those of earlier files from this step on."""
     from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
-    return _record(step, file_version="brain.Event:2") + _record(step, session_log=SessionLog(status=SessionLog.START))
+    return _record(step, file_version="brain.Event:2") + _record(
+        step, session_log=SessionLog(status=SessionLog.START)
+    )
 
 
 def scalar(step: int, name: str, value: float) -> bytes:

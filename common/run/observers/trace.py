@@ -1,4 +1,5 @@
-"""--profile true: the time of each operation in a few steps, as a trace (for ui.perfetto.dev) and a short table."""
+"""--profile true: the time of each operation in a few steps,
+as a trace (for ui.perfetto.dev) and a short table."""
 
 import argparse
 import atexit
@@ -29,7 +30,8 @@ class Trace(Observer):
         self._recorder: Any = None
 
     def stepped(self, facts: Facts, **_: object) -> None:
-        """Count a step; record TRACED_STEPS steps after WARM_UP others, then write the trace and the table."""
+        """Count a step; record TRACED_STEPS steps after WARM_UP others,
+        then write the trace and the table."""
         self._steps_seen += 1
         if self._steps_seen == WARM_UP:
             self._waiting_before = facts.seconds["waiting_for_data"]
@@ -42,8 +44,8 @@ class Trace(Observer):
         self._stop()
         if not self._is_over:
             self._say(
-                f"profile: the run ended after {self._steps_seen} steps, and a profile takes {WARM_UP + TRACED_STEPS}: "
-                "raise --epochs or --max_steps"
+                f"profile: the run ended after {self._steps_seen} steps, and a profile takes "
+                f"{WARM_UP + TRACED_STEPS}: raise --epochs or --max_steps"
             )
 
     def _begin(self):
@@ -81,7 +83,9 @@ def summary(operations: Any, elapsed: float, waiting: float) -> Iterator[str]:
     device = min(1.0, sum(map(device_ms, operations)) / 1e3 / elapsed)
     data = min(1.0, waiting / elapsed)
     host = "host without device" if on_gpu else "host"
-    yield f"profile: {data:.0%} waiting for data, {max(0.0, 1 - data - device):.0%} {host}, {device:.0%} device"
+    yield (
+        f"profile: {data:.0%} waiting for data, {max(0.0, 1 - data - device):.0%} {host}, {device:.0%} device"
+    )
     cost = device_ms if on_gpu else host_ms
     ranked = sorted(operations, key=cost, reverse=True)[:TABLE_ROWS]
     total = sum(map(cost, operations)) or 1.0
@@ -99,7 +103,10 @@ def host_ms(operation: Any) -> float:
 
 
 def device_ms(operation: Any) -> float:
-    """Return the milliseconds of a kernel on the device; 0 for a CPU operator or an annotation: their kernels count."""
-    if operation.device_type == torch.autograd.DeviceType.CPU or getattr(operation, "is_user_annotation", False):
+    """Return the milliseconds of a kernel on the device; 0 for a CPU operator or an annotation:
+    their kernels count."""
+    if operation.device_type == torch.autograd.DeviceType.CPU or getattr(
+        operation, "is_user_annotation", False
+    ):
         return 0.0
     return operation.self_device_time_total / 1e3

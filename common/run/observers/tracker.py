@@ -1,4 +1,5 @@
-"""--track: let a process of its own send what this run writes into its folder to MLflow, W&B or SwanLab (common/track)."""
+"""--track: let a process of its own send what this run writes into its folder to MLflow,
+W&B or SwanLab (common/track)."""
 
 import argparse
 import functools
@@ -24,7 +25,8 @@ class Tracker(Observer):
         self._tools = args.track
         self._folder = args.output_dir
         self._side_files = side_files
-        self._processes: dict[str, tuple[Child, threading.Thread]] = {}  # {tool: (process, thread that repeats what it says)}
+        # {tool: (process, thread that repeats what it says)}
+        self._processes: dict[str, tuple[Child, threading.Thread]] = {}
         self._unavailable: set[str] = set()  # tools that take no rows at present
 
     def began(self, _facts: Facts, **_: object) -> None:
@@ -32,7 +34,10 @@ class Tracker(Observer):
             return
         for tool in self._tools.split(","):
             child = Child(follow.__name__, self._folder, tool)
-            self._processes[tool] = child, child.start_reader(functools.partial(self._relay, tool), f"what {tool} says")
+            self._processes[tool] = (
+                child,
+                child.start_reader(functools.partial(self._relay, tool), f"what {tool} says"),
+            )
 
     def _relay(self, tool: str, line: str) -> None:
         if line.startswith("warning: "):
@@ -58,6 +63,8 @@ class Tracker(Observer):
                 child.kill()
                 if tool not in self._unavailable:
                     advice = f"python -m launch track {self._folder} --to {tool} sends what it lacks"
-                    self._side_files.say(f"warning: {tool} has not taken all rows within {seconds} s; {advice}")
+                    self._side_files.say(
+                        f"warning: {tool} has not taken all rows within {seconds} s; {advice}"
+                    )
             reader.join(1)
         self._processes = {}

@@ -1,7 +1,9 @@
-"""Report percent, seconds left and metrics to the controller of a TrainJob: kubectl get trainjob NAME -o yaml has them.
+"""Report percent, seconds left and metrics to the controller of a TrainJob:
+kubectl get trainjob NAME -o yaml has them.
 
-A cluster with the gate TrainJobStatus (Kubeflow Trainer 2.2, KEP-2779) sets the variables below in the pods of the job. Each
-report replaces the one before, so it is whole. It is sent beside the training, which waits for it only at the end of the run.
+A cluster with the gate TrainJobStatus (Kubeflow Trainer 2.2, KEP-2779) sets the variables below in the pods
+of the job. Each report replaces the one before, so it is whole. It is sent beside the training, which waits
+for it only at the end of the run.
 """
 
 import argparse
@@ -43,10 +45,14 @@ class TrainJob(Observer):
     def began(self, facts: Facts, **_: object) -> None:
         self._update_status(facts, None)
         if self._side_files.writes and self._reporter is None:
-            self._reporter = threading.Thread(target=self._report, name="the progress of the TrainJob", daemon=True)
+            self._reporter = threading.Thread(
+                target=self._report, name="the progress of the TrainJob", daemon=True
+            )
             self._reporter.start()
 
-    def log_due(self, facts: Facts, loss: float, lr: float, seconds_left: Optional[float], **_: object) -> None:
+    def log_due(
+        self, facts: Facts, loss: float, lr: float, seconds_left: Optional[float], **_: object
+    ) -> None:
         self._metrics.update(train_loss=loss, lr=lr)
         self._update_status(facts, seconds_left)
 
@@ -66,7 +72,9 @@ class TrainJob(Observer):
         position = facts.position
         values = {"epoch": position.epoch, "step": position.total_steps, **self._metrics}
         numbers = {name: value for name, value in values.items() if is_finite(value)}
-        metrics = [{"name": name[:LONGEST_NAME], "value": f"{number:.6g}"} for name, number in numbers.items()]
+        metrics = [
+            {"name": name[:LONGEST_NAME], "value": f"{number:.6g}"} for name, number in numbers.items()
+        ]
         status = {"progressPercentage": percent(facts), "metrics": metrics[:MOST_METRICS]}
         if seconds_left is not None and math.isfinite(seconds_left):
             status["estimatedRemainingSeconds"] = int(seconds_left)
@@ -87,7 +95,9 @@ class TrainJob(Observer):
             self._is_refused = False
         except (OSError, http.client.HTTPException, ValueError) as error:
             if not self._is_refused:
-                self._side_files.say(f"warning: the TrainJob's controller does not take this run's progress: {one_line(error)}")
+                self._side_files.say(
+                    f"warning: the TrainJob's controller does not take this run's progress: {one_line(error)}"
+                )
             self._is_refused = True
 
     def _end(self) -> None:
@@ -117,5 +127,7 @@ def post(status: dict[str, Any]) -> None:
     body = json.dumps({"trainerStatus": status}).encode()
     request = urllib.request.Request(os.environ[URL], body, headers, method="POST")
     context = ssl.create_default_context(cafile=os.environ.get(CA))
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+    )
     opener.open(request, timeout=PATIENCE_SECONDS).close()

@@ -1,8 +1,10 @@
-"""The first program in a SageMaker container: it installs packages, sets SageMaker's variables and execs the job.
+"""The first program in a SageMaker container: it installs packages,
+sets SageMaker's variables and execs the job.
 
     python boot_sagemaker.py jobs/train_ddp.py
 
-It is uploaded with the job and imports nothing of it, because the job's packages are not installed when it starts.
+It is uploaded with the job and imports nothing of it, because the job's packages are not installed when it
+starts.
 """
 
 import contextlib
@@ -14,7 +16,8 @@ from typing import Any, NoReturn
 
 
 def environment(base: str, hosts: dict[str, Any], environ: dict[str, str]) -> dict[str, str]:
-    """Return `environ` and SageMaker's variables for hosts, output folders and data channels; a variable already set stays."""
+    """Return `environ` and SageMaker's variables for hosts, output folders and data channels;
+    a variable already set stays."""
     variables = {
         "SM_HOSTS": json.dumps(hosts["hosts"]),
         "SM_CURRENT_HOST": hosts["current_host"],
@@ -30,7 +33,8 @@ def environment(base: str, hosts: dict[str, Any], environ: dict[str, str]) -> di
 
 
 def fail(reason: str, path: str) -> NoReturn:
-    """Print one error line, write it to `path`, the file that SageMaker shows after a failure, and exit with 1."""
+    """Print one error line, write it to `path`, the file that SageMaker shows after a failure,
+    and exit with 1."""
     line = f"error: {reason}"
     print(line, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError), open(path, "w") as file:
@@ -50,8 +54,8 @@ def main() -> None:
     exit_code = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-r", requirements]).returncode
     if exit_code:
         fail(
-            f"pip install -r {requirements} ended with {exit_code}, see its lines above: give the job a network that reaches "
-            "a package index, or an image that has these packages",
+            f"pip install -r {requirements} ended with {exit_code}, see its lines above: give the job a "
+            "network that reaches a package index, or an image that has these packages",
             f"{base}/output/failure",
         )
     options = [f"--{name}={value}" for name, value in config["hyperparameters"].items()]

@@ -1,8 +1,10 @@
-"""The program of a pod's init container: it copies the code from a bucket into a folder of the pod, and needs only boto3.
+"""The program of a pod's init container: it copies the code from a bucket into a folder of the pod,
+and needs only boto3.
 
     python fetch_code.py BUCKET PREFIX FOLDER ADDRESSING
 
-Credentials, region and endpoint come from the environment. If this fails or finds no file, the job's container is not started.
+Credentials, region and endpoint come from the environment. If this fails or finds no file, the job's
+container is not started.
 """
 
 import os
