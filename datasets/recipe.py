@@ -29,6 +29,8 @@ TORCHVISION = {
     "random_erasing": 0.1, "mixup": 0.2, "cutmix": 1.0, "nesterov": False,
 }  # fmt: skip
 
+RECIPES = {"nvidia": NVIDIA, "torchvision": TORCHVISION}
+
 # The settings for a small folder, chosen on the pictures that tests/tools/pictures.py draws
 # (tests/benchmarks/RESULTS.md).
 SMALL = {"optimizer": "adamw", "label_smoothing": 0.1, "crop_scale": 0.7, "resize": "whole"}
@@ -49,39 +51,42 @@ def spelled(values: Mapping[str, Any]) -> str:
 def with_recipe(
     args: argparse.Namespace, pictures: int, trained_on: int, ranks: int, previous: Mapping[str, Any]
 ) -> tuple[argparse.Namespace, Optional[str]]:
-    """Return the arguments with a recipe for so many pictures and the options that it sets,
-    and a line for the log or None.
+    """Return the arguments with a recipe and the options that it sets, and a line for the log or None.
 
-    Given options stay. A resumed run keeps its recipe and settings, perhaps not batch_size; `previous`: its
-    arguments, or {}.
+    Options that are given stay.
+
+    `pictures`: of the training and the validation, `trained_on`: those of the training. `previous`: the
+    arguments of the run that goes on, or {}; it keeps its recipe and the settings of that, but for
+    batch_size, which is a rank's part of the total.
     """
-    if "recipe" not in args.given:
-        recipe = "imagenet"
-        if previous:
-            recipe = previous.get("recipe") or "imagenet"
-        elif pictures <= SMALL_SET:
-            recipe = "small"
-        args = arguments.replaced(args, recipe=recipe)
-    if args.recipe != "small":
+    is_given = "recipe" in args.given
+    if not is_given:
+        args = arguments.replaced(args, recipe=_recipe_of(pictures, previous))
+    if args.recipe == "small":
+        values = _small_settings(args, trained_on, ranks)
+        if previous.get("recipe") == "small":
+            recomputed = set() if args.exact else {"batch_size"}
+            values.update((name, previous[name]) for name in values.keys() & previous.keys() - recomputed)
+        reason = "--recipe small has" if is_given else f"{pictures} pictures are few, so this run has"
+    elif args.recipe in RECIPES and not is_given:  # the parser has set them where it is given
+        values = {name: previous.get(name, value) for name, value in RECIPES[args.recipe].items()}
+        reason = f"this run goes on with --recipe {args.recipe}, which has"
+    else:
         return args, None
-    values = _small_settings(args, trained_on, ranks)
-    if previous.get("recipe") == "small":
-        # of a rank: it differs with the number of ranks, for the same total
-        recomputed = [] if args.exact else ["batch_size"]
-        values = {
-            name: value if name in recomputed else previous.get(name, value) for name, value in values.items()
-        }
     values = {name: value for name, value in values.items() if name not in args.given}
     changed = {name: vars(args)[name] for name, value in values.items() if value != vars(args)[name]}
     args = arguments.replaced(args, **values, changed={**args.changed, **changed})
     texts = {name: f"{value:g}" if isinstance(value, float) else value for name, value in values.items()}
     settings = " ".join(f"--{name} {text}" for name, text in texts.items())
-    reason = (
-        f"{pictures} pictures are few, so this run has"
-        if "recipe" not in args.given
-        else "--recipe small has"
-    )
     return args, f"{reason} {settings} (--recipe imagenet: the settings of ImageNet)"
+
+
+def _recipe_of(pictures: int, previous: Mapping[str, Any]) -> str:
+    """Return the recipe of a run for which none is given: that of the run that goes on,
+    else by its pictures."""
+    if previous:
+        return previous.get("recipe") or "imagenet"
+    return "small" if pictures <= SMALL_SET else "imagenet"
 
 
 def _small_settings(args: argparse.Namespace, trained_on: float, ranks: int) -> dict[str, Any]:

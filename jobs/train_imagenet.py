@@ -1,9 +1,11 @@
 """Train ResNet-50, or another of torchvision's networks, on ImageNet or any folder of photographs by class.
 
-    python jobs/train_imagenet.py --custom_data true --arch resnet18 --image_size 64 --batch_size 32
+    python jobs/train_imagenet.py --custom_data true --arch resnet18 --image_size 64 \\
+        --batch_size 32 --epochs 2
     python jobs/train_imagenet.py --data_url /data/imagenet            a folder with {train,val}/CLASS/*.JPEG
     python jobs/train_imagenet.py --data_url /data/flowers             with CLASS/*.jpg: a fifth is held out
-    torchrun --nproc_per_node 8 jobs/train_imagenet.py --data_url obs://bucket/imagenet --total_batch 2048
+    torchrun --nproc_per_node 8 jobs/train_imagenet.py --data_url obs://bucket/imagenet \\
+        --total_batch 2048 --workers 12
     python jobs/train_imagenet.py --data_url /data/imagenet --evaluate true --weights resnet50.pth
     python jobs/train_imagenet.py --data_backend synthetic --prof 100  the speed of everything but the input
 
@@ -56,7 +58,6 @@ from datasets.drop_in import spellings
 from datasets.sampler import EpochSampler, InOrder
 
 LAYOUTS = {"nhwc": torch.channels_last, "nchw": torch.contiguous_format}
-RECIPES = {"nvidia": recipe.NVIDIA, "torchvision": recipe.TORCHVISION}
 BALANCED = "balanced_accuracy"
 LATENCIES = 20  # batches of an evaluation that are timed; after each of these the host waits for the device
 
@@ -91,8 +92,8 @@ def main():
     val_sampler = InOrder(len(val_set), args.val_batch_size or args.batch_size)
     train_sampler.shard(rank, world_size)
     val_sampler.shard(rank, world_size)
-    # otherwise the shares set it, or nothing is trained
     if not (args.exact or args.min_nodes or args.evaluate):
+        # With shares, they set it; in an evaluation nothing is trained.
         train_sampler.set_global_batch(args.total_batch or args.batch_size * world_size)
     layout = LAYOUTS[args.memory_format] if args.memory_format else devices.layout(device)
     settings = {
@@ -266,7 +267,7 @@ def options():
     arguments.explain(
         parser, lr="learning rate behind the warm-up, for a total batch of --lr_batch; it grows with that"
     )
-    parser.recipes = RECIPES
+    parser.recipes = recipe.RECIPES
     parser.respell = spellings.respell
     imagenet.add_options(parser)
     group.add_options(parser)
@@ -355,7 +356,9 @@ def add_training(add):
         type=COUNT,
         help="end after so many epochs without a better one, by --best_by",
     )
-    recipes_help = "; ".join(f"{name} has {recipe.spelled(values)}" for name, values in RECIPES.items())
+    recipes_help = "; ".join(
+        f"{name} has {recipe.spelled(values)}" for name, values in recipe.RECIPES.items()
+    )
     unset_help = (
         f"unset: small for a folder of at most {recipe.SMALL_SET} pictures, which the log then spells out, "
         "else imagenet"

@@ -194,6 +194,19 @@ def test_a_run_keeps_its_recipe_also_where_it_was_begun_before_there_were_severa
     assert old[1] is None and old[0].optimizer == "sgd" and old[0].recipe == "imagenet"
 
 
+@pytest.mark.parametrize("name", recipe.RECIPES)
+def test_a_run_goes_on_with_the_settings_of_its_recipe_where_it_is_not_given_again(name):
+    first = vars(settled(10**6, "--recipe", name, "--weight_decay", "0.25")[0])
+    again, line = settled(10**6, before=first)
+    assert {option: vars(again)[option] for option in recipe.RECIPES[name]} == {
+        option: first[option] for option in recipe.RECIPES[name]
+    }
+    assert again.weight_decay == 0.25 and line.startswith(f"this run goes on with --recipe {name}, which has ")
+    other, line = settled(10**6, "--recipe", name, before=first)
+    assert line is None and other.weight_decay == recipe.RECIPES[name]["weight_decay"]
+    assert settled(10**6, "--recipe", "imagenet", before=first)[0].weight_decay == 5e-5
+
+
 def test_a_run_of_a_small_folder_goes_on_with_its_settings(shapes):
     words = ["--data_url", shapes, *NETWORK, "--image_size", 32, "--workers", 0, "--epochs", 2]
     run_job("train_imagenet", shapes.parent, *words, "--max_steps", 5)
