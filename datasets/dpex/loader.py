@@ -78,14 +78,20 @@ class DpexDataLoader(DataLoader[Sample]):
         if not self.distribute_mode:  # torch counts the processors of this machine only
             super().check_worker_number_rationality()
 
-    def _get_iterator(self):
+    def _get_iterator(self) -> _BaseDataLoaderIter:
         if not self.distribute_mode:
             return super()._get_iterator()
         self._bridge = current_bridge = get_bridge(self.head_address)
         if current_bridge.loss_reason:
+            if self.head_lost == "stop":
+                raise _cluster_lost_error(current_bridge)
             super().check_worker_number_rationality()
             return _MultiProcessingDataLoaderIter(self)
         return RayIterator(self, current_bridge, self._idle_workers, stop_when_lost=self.head_lost == "stop")
+
+
+def _cluster_lost_error(bridge: Bridge) -> TrainingFailed:
+    return TrainingFailed(f"the Ray cluster is lost: {bridge.loss_reason}; head_lost='stop' was asked for")
 
 
 @dataclasses.dataclass
@@ -146,6 +152,8 @@ class RayIterator(_BaseDataLoaderIter):
         self._pass_number += 1
         self._pass = self._new_pass()
         if self._workers is None:
+            if self._stop_when_lost:
+                raise _cluster_lost_error(self._bridge)
             self._local_batches = iter(self._local_loader(self._sampler_iter))
             return
         try:
@@ -219,8 +227,8 @@ class RayIterator(_BaseDataLoaderIter):
                 if isinstance(data, ExceptionWrapper):
                     data.reraise()
                 return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
-            # its worker had no more
             if self._in_order and current_pass.next_yield not in current_pass.requested:
+                # its worker had no more
                 current_pass.next_yield += 1
                 continue
             self._receive(workers)
@@ -286,9 +294,7 @@ class RayIterator(_BaseDataLoaderIter):
             self._workers.close()
             self._workers = None
         if self._stop_when_lost:
-            raise TrainingFailed(
-                f"the Ray cluster is lost: {self._bridge.loss_reason}; head_lost='stop' was asked for"
-            ) from None
+            raise _cluster_lost_error(self._bridge) from None
         self._bridge.warn_once()
         repeats_seeds = (
             self._pass_number == 0 and self._dataset_kind == _DatasetKind.Iterable

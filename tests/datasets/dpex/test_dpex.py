@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.distributed import DistributedSampler
 
-from common.errors import UserError
+from common.errors import TrainingFailed, UserError
 from datasets import imagenet
 from datasets.dpex import DpexDataLoader, client, cluster, wire
 from datasets.dpex.worker import EndOfStream, LoaderWorker
@@ -241,6 +242,15 @@ def test_the_signature_is_that_of_the_article_and_torchs():
         DpexDataLoader(Squares(), distribute_mode=True, shuffle=True, sampler=[1])
     with pytest.raises(UserError, match="neither 'local' nor 'stop'"):
         DpexDataLoader(Squares(), distribute_mode=True, num_workers=1, head_lost="hope")
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_pass_that_begins_after_the_cluster_was_lost_stops_too_where_that_was_asked_for(monkeypatch, persistent):
+    bridge = types.SimpleNamespace(loss_reason="it does not answer")
+    monkeypatch.setattr("datasets.dpex.loader.get_bridge", lambda address: bridge)
+    options = {"distribute_mode": True, "num_workers": 1, "persistent_workers": persistent}
+    with pytest.raises(TrainingFailed, match="the Ray cluster is lost: it does not answer; head_lost='stop' was asked for"):
+        iter(DpexDataLoader(Squares(), head_lost="stop", **options))
 
 
 def test_an_error_comes_in_its_place_with_the_workers_traceback_and_the_next_batches_follow(warm):
