@@ -42,11 +42,10 @@ def number(
     def parse(text: str) -> Any:
         with contextlib.suppress(ValueError, OverflowError):
             value = kind(text)
-            if kind is int and abs(value) >= LARGEST:
-                raise argparse.ArgumentTypeError(
-                    f"{one_line(text)[:80]!r} is too long: the largest number is 2**53 - 1"
-                )
-            if math.isfinite(value) and all(holds(value, limit) for _, limit, holds in bounds):
+            is_within_bounds = all(holds(value, limit) for _, limit, holds in bounds)
+            if is_within_bounds and kind is int and abs(value) >= LARGEST:
+                raise argparse.ArgumentTypeError(f"{one_line(text)[:80]!r} is too long: 2**53 is not exact")
+            if is_within_bounds and math.isfinite(value):
                 return value
         name = {int: "a whole number", float: "a number"}[kind]
         limits = " and ".join(f"{word} {limit}" for word, limit, _ in bounds)

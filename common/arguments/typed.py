@@ -77,8 +77,10 @@ def _may_be_value(parser: argparse.ArgumentParser, word: str) -> bool:
     """Whether the word after a boolean option was meant as its value, right or wrong."""
     if word.strip().lower() in YES_OR_NO:
         return True
+    # An option, a path, or any word where there are arguments without a name is left to argparse.
     takes_arguments = any(not action.option_strings for action in parser._actions)
-    return not (takes_arguments or word.startswith("-") or os.sep in word or os.path.exists(word))
+    looks_like_path = os.sep in word or os.path.exists(word)
+    return not (takes_arguments or word.startswith("-") or looks_like_path)
 
 
 def _canonical_name(parser: argparse.ArgumentParser, name: str) -> str:

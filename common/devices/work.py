@@ -7,6 +7,7 @@ import operator
 import os
 import resource
 import shutil
+import sys
 from collections.abc import Iterator
 from typing import Any, Optional
 
@@ -76,8 +77,9 @@ def compile_network(
     on_gpu = any(kinds.is_nvidia(parameter.device) for parameter in model.parameters())
     if missing := _missing_compiler(on_gpu):
         raise UserError(f"--compile true needs a compiler: install {missing}, or leave the option out")
-    # there the parts into which DistributedDataParallel is cut may overwrite each other's gradients
     if kinds.TORCH < (2, 9):
+        # The pieces into which the graph is cut for DistributedDataParallel may overwrite each other's
+        # gradients.
         from torch import _dynamo
 
         _dynamo.config.optimize_ddp = False
@@ -271,7 +273,8 @@ def peak_memory(device: torch.device) -> int:
         max_allocated := getattr(kinds.module(), "max_memory_allocated", None)
     ):
         return max_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def empty_cache(device: torch.device) -> None:

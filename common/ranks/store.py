@@ -89,17 +89,19 @@ def _open(world: World, seconds: float) -> Any:
 
 
 def _listener(world: World) -> Optional[socket.socket]:
-    """Return a socket that listens at the master's address only; None if impossible:
-    torch then listens at all addresses."""
+    """Return a socket that listens at the master's address only, or None if that cannot be: torch then
+    listens at all addresses, or says what is wrong."""
     try:
         addresses = socket.getaddrinfo(world.master_addr, world.master_port, type=socket.SOCK_STREAM)
         family, *_, address = addresses[0]
-        if world.num_nodes > 1 and any(
-            ipaddress.ip_address(candidate[0]).is_loopback for *_, candidate in addresses
-        ):
+        # /etc/hosts may give this node's own name an address of the loopback, where no other node can
+        # connect.
+        is_loopback = any(ipaddress.ip_address(candidate[0]).is_loopback for *_, candidate in addresses)
+        if world.num_nodes > 1 and is_loopback:
             return None
         return socket.create_server(address[:2], family=family, backlog=4096)
-    except OSError:
-        # a service's address, which no interface has; or, as torch will say, no address or a port that is
-        # taken
+    except (
+        OSError,
+        UnicodeError,
+    ):  # such as a service's address, which no interface has, or a name that is none
         return None

@@ -141,7 +141,7 @@ class RunFiles:
         )
         return sum(max(0, end - begin) for begin, end in zip(begin_times, end_times))
 
-    def data(self) -> dict[str, list]:
+    def picture_counts(self) -> dict[str, list]:
         """Return {"classes": [(class, pictures in training, in validation)], "left_out": [(reason, count, an
         example)]}; {} if the run recorded none, or they are damaged."""
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):  # the file may be damaged
@@ -175,8 +175,9 @@ def _is_number(value: object) -> bool:
 
 
 def _scores_for_page(scores: dict) -> dict:
-    """Return what the page needs of report.json; empty if that is malformed."""
-    with contextlib.suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):
+    """Return the fields of report.json that the page shows, with their types;
+    {} if any is missing or malformed."""
+    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError):
         names = [one_line(str(row["class"])) for row in scores["classes"]]
         by_class = [
             [int(row["samples"]), *(float(row[name]) for name in ("recall", "precision", "f1"))]

@@ -24,6 +24,7 @@ from common.report.left import SOURCES, RunFiles
 MOST_COLUMNS = 30
 MANY = 10_000  # from so many pictures on, the accuracy is shown without a range
 MOST_BARS = 60
+MOST_EXAMPLES = 16  # rows of a sheet of examples
 MOST_ROWS = 1000
 MOST_OF_A_CURVE = 100
 MOST_WARNINGS = 100
@@ -56,7 +57,7 @@ def of_one(run: RunFiles) -> str:
         curves=list(_curves(run, best)), events=list(_events(run, metric, best)), speed=list(_speed(run)),
         sources=_sources(run), confusion=_confusion(run), classes=_classes(run),
         galleries=list(_galleries(run)), restored=_examples(run), warnings=_warnings(run),
-        options=option_rows(run), machine=_machine(run), data=run.data(), mistakes=_mistakes(run),
+        options=option_rows(run), machine=_machine(run), data=run.picture_counts(), mistakes=_mistakes(run),
         epoch=run.scores.get("epoch"), **_commands(run),
     )  # fmt: skip
 
@@ -380,8 +381,8 @@ def _galleries(run: RunFiles) -> Iterator[tuple]:
     shown_ids = set()
     for row, kind in enumerate(("worst", "surest")):
         shots = run.scores.get("mistakes", {}).get(kind, [])[:SQUARES_PER_ROW]
-        # none, or so few mistakes that it would repeat the gallery before
         if {shot["id"] for shot in shots} <= shown_ids:
+            # none, or so few mistakes that it would repeat the gallery before
             return
         shown_ids |= {shot["id"] for shot in shots}
         boxes = [
@@ -398,14 +399,16 @@ def _galleries(run: RunFiles) -> Iterator[tuple]:
 
 
 def _examples(run: RunFiles) -> Optional[dict]:
-    """Return the newest sheet of examples, cut into rows of three pictures;
-    None if there is none that can be used."""
+    """Return the newest sheet of examples as {"name", "columns": three titles, "rows": lists of three encoded
+    pictures}; None if there is none that can be used."""
     for event in reversed(run.events("picture")):
         name = os.path.basename(str(event.get("name")))
-        num_rows = int(event.get("rows", 0))
+        num_rows = event.get("rows")
+        if type(num_rows) is not int:  # the journal is damaged
+            continue
         columns = event.get("columns")
         sheet = _picture(run, name)
-        fits = sheet and 1 <= num_rows <= min(16, sheet.height) and sheet.width >= 3
+        fits = sheet and 1 <= num_rows <= min(MOST_EXAMPLES, sheet.height) and sheet.width >= 3
         if fits and isinstance(columns, list) and len(columns) == 3:
             width = sheet.width // 3
             height = sheet.height // num_rows

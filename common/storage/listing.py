@@ -13,6 +13,7 @@ from common.storage.bucket import Bucket
 from common.storage.item import Item
 
 SPARE = 64 << 20  # bytes that stay free on the disk
+DISK_BLOCK = 512  # bytes of what st_blocks counts
 
 
 def list_objects(bucket: Bucket, tell: Optional[Tell]) -> list[Item]:
@@ -78,11 +79,14 @@ def require_space(folder: str, items: dict[str, Item], ending: str = ".part") ->
 
 
 def _bytes_on_disk(folder: str, name: str, item: Item, ending: str) -> int:
-    """Return how many bytes of an object are on the disk: in a file of its size, else in an unfinished one,
-    else 0."""
+    """Return how many bytes of the disk an object has already: its size if its file is there, else what its
+    unfinished file has, whose name has this ending.
+
+    What an unfinished file has is counted in whole blocks, of which the last may be beyond its end.
+    """
     if index.has_size(os.path.join(folder, name), item.size):
         return item.size
     path = index.unfinished_path(folder, name) + ending
     if not os.path.exists(path):
         return 0
-    return os.stat(path).st_blocks * 512
+    return min(item.size, os.stat(path).st_blocks * DISK_BLOCK)

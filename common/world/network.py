@@ -88,22 +88,28 @@ def interface_of(address: Optional[str]) -> Optional[str]:
 
 
 def _ipv4_interfaces() -> dict[str, str]:
-    """Return {IPv4 address: the interface that has it}. An interface may have several."""
+    """Return {IPv4 address: the interface that has it}; an interface may have several.
+
+    {} if nobody may ask.
+    """
     answer = array.array("B", bytes(IFREQ_BYTES * MOST_ADDRESSES))
     memory_address, num_bytes = answer.buffer_info()
-    # struct ifconf, which the kernel returns with the bytes it wrote
-    request = struct.pack("iL", num_bytes, memory_address)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    request = struct.pack(
+        "iL", num_bytes, memory_address
+    )  # struct ifconf; the kernel returns the bytes it wrote
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             num_bytes, _ = struct.unpack("iL", fcntl.ioctl(probe, SIOCGIFCONF, request))
-        except OSError:  # a sandbox that lets nobody ask
-            return {}
-    interfaces = {}
+    except OSError:  # without IPv4, or in a sandbox
+        return {}
+    names = {name for _, name in socket.if_nameindex()}
+    interfaces: dict[str, str] = {}
     for start in range(0, num_bytes, IFREQ_BYTES):
         entry = answer[start : start + IFREQ_BYTES].tobytes()
-        label = entry[:16].partition(b"\0")[0].decode()
-        # eth0:1 is a label on an address of eth0
-        interfaces[socket.inet_ntoa(entry[20:24])] = label.partition(":")[0]
+        label = os.fsdecode(entry[:16].partition(b"\0")[0])
+        name = label.partition(":")[0]  # eth0:1 is a label of an address of eth0
+        if name in names:
+            interfaces.setdefault(socket.inet_ntoa(entry[20:24]), name)
     return interfaces
 
 

@@ -61,7 +61,8 @@ class _Place:
         variant = "cpu" if dali_cpu else "gpu"
         note = ""
         if not has_gpu and not dali_cpu:
-            note = ", on the CPU, as there is no GPU"
+            reason = "device_id is None" if device_id is None else "there is no GPU"
+            note = f", on the CPU, as {reason}"
         print(f'DALI "{variant}" variant{note}')
 
 

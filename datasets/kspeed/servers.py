@@ -1,6 +1,7 @@
 """The servers of a cache: their addresses, and the failures of each, which are reported once."""
 
 import mmap
+import re
 import threading
 from collections.abc import Sequence
 from typing import NoReturn, Union
@@ -111,9 +112,9 @@ class Servers:
 
 
 def addresses(iplist: Addresses) -> list[Server]:
-    """Return [(host, port)] without duplicates, with memcached's port by default.
+    """Return [(host, port)] of a list of servers, each once; the port is memcached's if none is given.
 
-    UserError for a bad or missing address.
+    UserError for a bad or missing address. An address of IPv6 needs its brackets.
     """
     entries = iplist.split(",") if isinstance(iplist, str) else iplist or []
     servers = []
@@ -122,13 +123,12 @@ def addresses(iplist: Addresses) -> list[Server]:
         if not colon or entry.endswith("]"):
             host = entry
             port = str(PORT)
-        host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-        if (
-            not host
-            or any(character.isspace() for character in host)
-            or not port.isdecimal()
-            or not 0 < int(port) < 65536
-        ):
+        has_brackets = host.startswith("[") and host.endswith("]")
+        if has_brackets:
+            host = host[1:-1]
+        is_host = bool(host) and not re.search(r"[\s\[\]]", host) and (has_brackets or ":" not in host)
+        is_port = port.isdecimal() and 0 < int(port) < 65536
+        if not is_host or not is_port:
             raise UserError(
                 f"{one_line(entry)!r} is no cache server: give host:port, several with commas between them"
             )

@@ -13,16 +13,16 @@ from common.files import read_json_dict, sha256, write_at, write_atomically
 from common.storage import index, once
 from common.storage.bucket import Item
 from common.storage.index import Index
+from common.storage.listing import DISK_BLOCK
 from datasets.packs.state import all_states, lease
-
-DISK_BLOCK = 512  # bytes of what st_blocks counts
 
 
 @dataclasses.dataclass(eq=False)
 class ShardFile:
-    """A shard, and how far this process has it.
+    """A shard of the pack, and how much of it this process has fetched.
 
-    The fetcher's main thread changes it; once all samples have come, the thread that finishes it does.
+    Only the fetcher's main thread changes it, until all samples have come; then the thread that finishes it
+    does.
     """
 
     name: str
@@ -33,9 +33,9 @@ class ShardFile:
     growing_path: str  # of its file until it is whole
     file: int = -1  # the descriptor of that file
     is_whole: bool = False
-    is_passing: bool = False  # it is not kept: what is wanted of it comes anew in each epoch
+    is_passing: bool = False  # it is not kept on the disk: its samples are fetched again in each epoch
     missing: int = 0  # samples that have not come
-    may_have_bytes: bool = False  # an earlier start has left the file, in which some may be right
+    may_have_bytes: bool = False  # an earlier start has left the growing file, which may have right bytes
 
     def bytes_to_come(self) -> int:
         """Return how many bytes of the disk an unfinished shard still needs."""
@@ -55,8 +55,9 @@ class ShardFolder:
     """Owns the files of the shards in a folder, and the records of what was verified there."""
 
     def __init__(self, folder: str, trusts_digests: bool, on_progress: Callable[[], None]) -> None:
-        """`trusts_digests`: a file that had the digest of its object when it was fetched is not hashed again,
-        because each read compares a checksum. `on_progress`: called after a file was hashed."""
+        """`trusts_digests`: whether a file whose bytes had the digest of their object when they came is not
+        hashed again; samples are checked at each read. `on_progress`: called after each file that was
+        hashed."""
         self._folder = folder
         self._trusts_digests = trusts_digests
         self._on_progress = on_progress

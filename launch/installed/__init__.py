@@ -45,15 +45,16 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _require_no_other(name: str, our_folder: Path) -> None:
-    """Raise ImportError if this program has another package or module of this name."""
-    imported = getattr(sys.modules.get(name), "__path__", None)
-    script = Path(sys.path[0]).resolve()
-    if imported is not None and str(our_folder / name) not in imported:
-        conflict = next(iter(imported), "a package")
-    elif script != our_folder and (
-        (script / name / "__init__.py").exists() or (script / f"{name}.py").exists()
-    ):
-        conflict = str(script / name)
+    """Raise ImportError if a package or module of this name that is not ours is imported already, or lies
+    beside the script."""
+    module = sys.modules.get(name)
+    module_folders = list(getattr(module, "__path__", []))
+    script_folder = Path(sys.path[0]).resolve()
+    beside_script = [script_folder / name / "__init__.py", script_folder / f"{name}.py"]
+    if module is not None and str(our_folder / name) not in module_folders:
+        conflict = next(iter(module_folders), getattr(module, "__file__", None) or "a module")
+    elif script_folder != our_folder and any(path.exists() for path in beside_script):
+        conflict = str(script_folder / name)
     else:
         return
     remedy = "rename it"

@@ -39,19 +39,25 @@ class Rows:
 
 
 def files_of(root: str) -> list[str]:
-    """Return the file of parquet that `root` is, or those in this folder or in its only folder, data."""
+    """Return `root` if it is a file of parquet; of a folder, the files of parquet in it, else those in its
+    folder data. A folder with others (but .cache and .git), such as one of photographs, has none.
+
+    UserError if there are some in both: they may be two data sets.
+    """
     if root.endswith(ENDING) and os.path.isfile(root):
         return [root]
-    if not os.path.isdir(root) or {entry.name for entry in os.scandir(root) if entry.is_dir()} - {
-        "data",
-        ".cache",
-        ".git",
-    }:
+    if not os.path.isdir(root):
         return []
-    for folder in (root, f"{root}/data"):
-        if paths := sorted(glob.glob(f"{glob.escape(folder)}/*{ENDING}")):
-            return paths
-    return []
+    folders = {entry.name for entry in os.scandir(root) if entry.is_dir()}
+    has_others = bool(folders - {"data", ".cache", ".git"})
+    if has_others:
+        return []
+    in_root, in_data = (
+        sorted(glob.glob(f"{glob.escape(folder)}/*{ENDING}")) for folder in (root, f"{root}/data")
+    )
+    if in_root and in_data:
+        raise UserError(f"{one_line(root)} and its folder data both have files of parquet: give one of them")
+    return in_root or in_data
 
 
 def plan(paths: list[str], shard_mb: float, classes_file: Optional[str]) -> tuple[list[Rows], list[str], str]:

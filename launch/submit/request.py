@@ -262,7 +262,7 @@ def _addresses(request: Request) -> Iterator[str]:
             yield f"--{name} is {value}: give a folder or s3://, obs://, oss://"
         elif is_address(value) and not ADDRESS.fullmatch(value):
             yield (
-                f"--{name} is {value}: the name of a bucket has 2 to 255 letters, digits, dots, hyphens and "
+                f"--{name} is {value}: the name of a bucket has 3 to 255 letters, digits, dots, hyphens and "
                 "underscores"
             )
         elif not is_address(value) and request.platform in CLUSTERS and not value.startswith("/"):

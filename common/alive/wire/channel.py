@@ -205,10 +205,11 @@ def join(
     address: str, port: int, hello: dict, seconds: float, say: Callable, key: bytes = b"",
     first_socket: Optional[socket.socket] = None, on_message: Optional[Callable[[dict], None]] = None,
 ) -> tuple[Connection, Go]:  # fmt: skip
-    """Join node 0, and return (connection, start message).
+    """Join node 0, and return (connection, start message); UserError if that fails or node 0 refuses.
 
-    `first_socket`: a socket to node 0, for the first attempt; `on_message`: is called with each message that
-    comes before the start message, and may raise an error.
+    `seconds`: how long an attempt waits for the port of node 0, and then for the start message; `say`: logs
+    the wait; `first_socket`: a connected socket for the first attempt; `on_message(message)`: called for each
+    message that comes before the start message; it may raise an error.
     """
     for attempt in range(ATTEMPTS):
         connection = Connection(first_socket or connect(address, port, seconds, say))
@@ -221,7 +222,9 @@ def join(
             connection.close()
             why = error
             if connection.has_proved:
-                break
+                raise UserError(
+                    f"node 0 at {address}:{port} is gone ({why}): see its log, and start again"
+                ) from None
             time.sleep(0.2 * attempt)
         except ConnectionLost as error:
             connection.close()

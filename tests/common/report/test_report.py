@@ -321,6 +321,8 @@ def test_nothing_that_a_file_holds_is_run_and_all_of_it_is_shown(tmp_path):
         b'{"epoch": [1]',
         b'{"time": -9e10, "event": "end", "how": "failed"}\n',
         b"\xff\x00\n{}\n",
+        b'{"epoch": Infinity, "classes": [], "confusion": [[0, 0, Infinity]], "mistakes": {}}',
+        b'{"time": 1, "event": "picture", "name": "epoch_1", "rows": null, "columns": ["a", "b", "c"]}\n',
         b'{"classes": [{"class": 1}], "event": "start", "options": 3, "machine": 5, "command": 7, "time": "x", "samples": null, "epoch": 1e999}\n',
     ],
 )

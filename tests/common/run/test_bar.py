@@ -24,7 +24,7 @@ RUN = """
 import runpy, sys
 sys.path.insert(0, {root!r})
 from common.run.observers import console
-console.LOOK_SECONDS = 0
+console.BAR_UPDATE_SECONDS = 0
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

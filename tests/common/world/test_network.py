@@ -1,5 +1,6 @@
 """The interface that Gloo and NCCL take, and what is said where a variable names one that is not there."""
 
+import errno
 import subprocess
 import sys
 import types
@@ -56,6 +57,14 @@ def test_each_address_of_an_interface_is_found(tmp_path):
     shell = f"{addresses}; exec {sys.executable} -c '{asks}' {' '.join(asked)}"
     done = subprocess.run(["unshare", "--net", "sh", "-ec", shell], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.split() == ["lo", "lo", "lo", "lo", "None", "None"], done.stderr
+
+
+def test_an_address_is_looked_for_where_there_is_no_ipv4(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(network.socket, "socket", refuse)
+    assert network.interface_of("10.9.9.9") is None
 
 
 def test_an_interface_that_this_node_has_not_ends_the_job_with_what_the_doctor_says(tmp_path):

@@ -212,7 +212,8 @@ def test_the_place_is_the_gpu_where_there_is_one(monkeypatch, capsys):
     assert list(place.padding.values()) == [211025920, 140544512]
     assert (article._Place(3, True).rest, article._Place(None, False).device_id) == ("cpu", None)
     assert list(article._Place(3, True).padding.values()) == [0, 0]
-    assert capsys.readouterr().out.startswith('DALI "gpu" variant\nDALI "cpu" variant\nDALI "gpu" variant, on the CPU')
+    said = capsys.readouterr().out
+    assert said.startswith('DALI "gpu" variant\nDALI "cpu" variant\nDALI "gpu" variant, on the CPU, as device_id is None\n')
 
 
 def test_the_names_are_there_when_they_are_asked_for_and_importing_the_room_takes_nothing_in():

@@ -384,6 +384,8 @@ def test_mistakes_of_the_user_are_exit_code_2(folder, capsys, monkeypatch):
     for words, expected in (
         (["preload", folder], "no cache server is given"),
         (["preload", folder, "--iplist", "a:b"], "'a:b' is no cache server"),
+        (["preload", folder, "--iplist", "::1"], "'::1' is no cache server"),
+        (["preload", folder, "--iplist", "[::1"], "'[::1' is no cache server"),
         (["load", folder, "--iplist", "a", "--user", "admin"], "the password of the cache's user admin is missing"),
     ):
         code, _, err = run(capsys, *words)

@@ -98,6 +98,15 @@ def test_a_package_of_the_script_with_one_of_our_names_is_named(installed, tmp_p
     assert f"anyrank has a package called {name}, and so has this program, {tmp_path / name}: " in done.stderr
 
 
+def test_a_module_of_another_folder_with_one_of_our_names_is_named(installed, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "common.py").write_text("")
+    (tmp_path / "script.py").write_text("import common\nimport anyrank\n")
+    done = python(["script.py"], tmp_path, installed, code=1, others=[str(tmp_path / "other")])
+    conflict = tmp_path / "other" / "common.py"
+    assert f"anyrank has a package called common, and so has this program, {conflict}: rename it" in done.stderr
+
+
 def test_a_script_without_the_line_by_which_jobs_find_the_repository_is_bundled(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f'"""Mine."""\n\nfrom __future__ import annotations\n{as_a_job("vectors")}')

@@ -174,6 +174,13 @@ def test_a_number_of_a_table_is_a_place_in_its_names(parquet, tmp_path, names):
     assert of(tmp_path / "pack") == {f"{n:08d}.jpg": names[n % 3] for n in range(6)}
 
 
+def test_tables_in_a_folder_and_in_its_folder_data_are_not_taken_for_one_data_set(parquet, tmp_path):
+    for folder in (tmp_path / "tables", tmp_path / "tables" / "data"):
+        write_table(parquet, folder / "train.parquet", [0], ["a"])
+    said = run(tmp_path / "tables", tmp_path / "pack", check=2).stderr
+    assert "and its folder data both have files of parquet: give one of them" in said
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_tables_that_name_classes_and_tables_that_name_none_are_refused_in_any_order(parquet, tmp_path, first):
     for number in range(2):

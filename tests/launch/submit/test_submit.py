@@ -177,7 +177,7 @@ BAD = [
     ("kubeflow", {"code_url": "obs://bkt/c"}, "--code_url is obs://bkt/c: give --region"),
     ("kubeflow", {"runtime": "torch-distributed"}, "a TrainJob takes neither code from a bucket nor --secret"),
     ("volcano", {"hours": 12.0}, "--hours is 12 and --retries is 3: volcano counts them anew in each start, 4 times: give --retries 0, or no --hours"),
-    ("kubeflow", {"code_url": "s3://b/code"}, "--code_url is s3://b/code: the name of a bucket has 2 to 255 letters, digits, dots, hyphens and underscores"),
+    ("kubeflow", {"code_url": "s3://b/code"}, "--code_url is s3://b/code: the name of a bucket has 3 to 255 letters, digits, dots, hyphens and underscores"),
     ("slurm", {"data_url": "s3:///x"}, "--data_url is s3:///x: the name of a bucket has"),
     ("local", {"output_url": "obs://-a-/x"}, "--output_url is obs://-a-/x: the name of a bucket has"),
     ("volcano", {"volumes": ("shared",)}, "--volumes shared: give claim:/FOLDER"),

@@ -104,6 +104,23 @@ def test_a_node_notices_a_node_0_that_does_not_have_the_secret():
         channel.join("127.0.0.1", listener.getsockname()[1], hello(1), PATIENCE, print, KEY)
 
 
+def test_a_node_0_that_has_ended_is_not_taken_for_another_program():
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def end_after_the_proof():
+        connection = listener.accept()[0]
+        connection.sendall(json.dumps({"app": "anyrank", "nonce": "1"}).encode() + b"\n")
+        theirs = json.loads(read(connection))
+        connection.sendall(json.dumps({"proof": secret.proof(KEY, "hub", "1", theirs["nonce"])}).encode() + b"\n")
+        read(connection)
+        connection.close()
+
+    threading.Thread(target=end_after_the_proof, daemon=True).start()
+    port = listener.getsockname()[1]
+    with pytest.raises(UserError, match=rf"node 0 at 127.0.0.1:{port} is gone \(it closed the connection\): see its log"):
+        channel.join("127.0.0.1", port, hello(1), PATIENCE, print, KEY)
+
+
 def test_where_the_secret_comes_from(tmp_path):
     (tmp_path / "secret").write_text("of a file, long enough\n")
     env = {"ANYRANK_SECRET": " 0123456789abcdef ", "A": "b"}
@@ -311,8 +328,9 @@ def test_idle_connections_to_the_ports_of_a_rank_do_not_end_it(tmp_path):
 
 
 def test_a_master_without_an_address_is_a_sentence():
-    here = World("slurm", "", "process", 0, 2, 0, 1, 0, 2, "no-such-host.invalid", free_port())
-    assert store._listener(here) is None
+    for name in ("no-such-host.invalid", "host..svc", "a" * 70 + ".svc"):
+        here = World("slurm", "", "process", 0, 2, 0, 1, 0, 2, name, free_port())
+        assert store._listener(here) is None
 
 
 # --- Thousands of nodes ------------------------------------------------------------------------------------------------
