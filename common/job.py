@@ -163,8 +163,8 @@ def run_job(main: Callable[[], None]) -> None:
     ignore_write_errors()
     # a core file has gigabytes
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # which packages.check() has set for the job's imports
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        # packages.check() has set it, for the time of the job's imports.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent when a terminal is closed
     for listener in (
@@ -286,7 +286,7 @@ class _Unfailing(io.FileIO):
 
 def ignore_write_errors() -> None:
     """Make sys.stdout and sys.stderr ignore errors of writes, and escape what their encoding lacks."""
-    # else a file of the run could get the descriptor of a closed stream
+    # A file of the run must not get the descriptor of a stream that is closed.
     while (unused := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(unused)

@@ -172,10 +172,9 @@ class Job:
         return SampleLoader(data_set, self._train_sampler, self.device, processes, collate_fn)
 
     def parallel(self, network: nn.Module) -> nn.Module:
-        """Return the network on the device of this process, in DistributedDataParallel if there are several.
-
-        A network without weights to train is not wrapped.
-        """
+        """Return the network on the device of this process; if there are several processes, in
+        DistributedDataParallel, unless none of its weights is trained. --sync_bn, or few samples a process,
+        makes its batch norms synchronised ones."""
         network = network.to(self.device)
         if norms.over_all_ranks(self.args):
             network = norms.synchronised(network)

@@ -56,6 +56,10 @@ class Loader:
         return len(self.sampler) + getattr(self.sampler, "batches_before", 0)
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield each batch on the device; `ids` has the ids of its samples meanwhile.
+
+        After the body of the loop the moment "batch" is announced (common/moments.py).
+        """
         batches = self._device_batches()
         if self.beside:
             batches = read_ahead(batches, AHEAD)
@@ -66,7 +70,9 @@ class Loader:
                 stream.wait_event(event)
                 for tensor in pytree.tree_flatten(batch)[0]:
                     if isinstance(tensor, torch.Tensor):
-                        tensor.record_stream(stream)
+                        tensor.record_stream(
+                            stream
+                        )  # its memory is not given away before this stream has read it
             self.ids = ids
             yield batch
             moments.announce("batch", number + 1, self)
@@ -294,8 +300,12 @@ def more_workers(args: argparse.Namespace) -> Iterator[str]:
 def torch_batches(
     data_set: object, sampler: object, workers: int = 0, prefetch: int = 2
 ) -> torch.utils.data.DataLoader:
-    """Return a DataLoader of `data_set[epoch, ids]` for the sampler's batches of ids;
-    an error may come in place of a batch."""
+    """Return a DataLoader that gives `data_set[epoch, ids]` for each batch of ids of the sampler, or in its
+    place the error that it has raised.
+
+    `prefetch`: batches that each worker makes ahead. If the data set has a method `announced`, it is told the
+    coming batches (WithEpoch).
+    """
     # The sampler gives whole batches of ids. With a generator of its own, an epoch draws nothing from the
     # global one.
     batches_with_epoch = WithEpoch(sampler, getattr(data_set, "announced", iter))

@@ -74,9 +74,12 @@ class ErasingLoader(DeviceLoader):
 def mix(
     images: torch.Tensor, labels: torch.Tensor, mixup: float, cutmix: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """Return (images, labels, other labels, weight of labels): each image blended with another (mixup) or
-    with a rectangle of another (CutMix), in the strengths given, of which one is above 0. With both, one of
-    them is drawn."""
+    """Return (images, labels, other labels, weight of `labels`): each image is blended with another of the
+    batch (mixup), or a rectangle of it is replaced by that of another (CutMix).
+
+    `mixup`, `cutmix`: the parameter of the Beta distribution from which the weight is drawn; at least one is
+    above 0. If both are, one of the two is drawn.
+    """
     uses_cutmix = cutmix > 0 and (mixup == 0 or bool(torch.rand(()) < 0.5))
     strength = cutmix if uses_cutmix else mixup
     weight = float(torch.distributions.Beta(strength, strength).sample())
@@ -109,12 +112,13 @@ def rectangle(height: int, width: int, weight: float) -> tuple[int, int, int, in
 # --- Weights of classes -------------------------------------------------------------------------------------
 
 
-def balanced_weights(labels: Any, classes: int) -> torch.Tensor:
-    """Return a weight for each class, so that all that have samples count alike,
-    and a sample 1 in the mean."""
-    counts = np.bincount(labels, minlength=classes)
+def balanced_weights(labels: Any, num_classes: int) -> torch.Tensor:
+    """Return a float32 weight for each class, inverse to its number of samples: all classes weigh alike in
+    sum, and a sample 1 in the mean. A class without samples has 0."""
+    counts = np.bincount(labels, minlength=num_classes)
     mean_count = len(labels) / max(1, np.count_nonzero(counts))
-    return torch.from_numpy(np.divide(mean_count, counts, out=np.zeros(classes), where=counts > 0)).float()
+    weights = np.divide(mean_count, counts, out=np.zeros(num_classes), where=counts > 0)
+    return torch.from_numpy(weights).float()
 
 
 def describe_weights(weights: torch.Tensor, classes: Sequence[str]) -> str:

@@ -195,8 +195,8 @@ def _explain_unsent(batch: Any, reason: str) -> Exception:
     and its sample if that is clear."""
     *content, ids = batch
     path, culprit = _find_unsendable(content)
-    # so it is not the data set's fault
     if not path or (isinstance(culprit, torch.Tensor) and not culprit.requires_grad):
+        # It is not the data set's fault.
         return TrainingFailed(
             f"a loader process cannot send a batch ({reason}): give fewer --workers, or --workers 0"
         )

@@ -236,8 +236,8 @@ def _zipped(file: BinaryIO, max_bytes: float, is_wanted: IsWanted) -> Iterator[M
             is_plain = (
                 stat.S_IFMT(member.external_attr >> 16) in (0, stat.S_IFREG) and not member.flag_bits & 1
             )
-            # others know no limit
             if not is_plain or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                # others know no limit
                 raise ValueError(
                     f"{one_line(name)[:80]!r} in it is no plain file, or is encrypted, or in a form of "
                     "few programs"

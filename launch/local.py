@@ -413,8 +413,8 @@ def run_with_restarts(options: argparse.Namespace) -> int:
         kill_at = []  # a restart kills no node
         return_at = []
         print(f"all nodes have ended, exit codes {' '.join(map(str, codes))}", flush=True)
-        # 2: a mistake that a restart repeats
         if not any(codes) or 2 in codes or all(code in (130, 143) for code in codes):
+            # 2: a mistake that a restart repeats
             break
         if number < options.restarts:
             print(f"restart {number + 1} of {options.restarts}, as the platform would", flush=True)

@@ -115,8 +115,8 @@ class Wait:
         now = time.monotonic()
         name = resource.encode()[:160].ljust(160, b"\0")
         began, stored_until, earlier_seconds, stored_name = self._read()
-        # an earlier wait, whose end was not reported
         if began and (stored_until < now or name != stored_name):
+            # It is an earlier wait, whose end was not reported.
             earlier_seconds = earlier_seconds + min(stored_until, now) - began
             began = 0.0
         _WAIT.pack_into(

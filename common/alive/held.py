@@ -29,8 +29,8 @@ class BlockedThreads:
         now = time.monotonic()
         if now - self._last_look > 2 * least_seconds():  # not called in between: count from now on
             self._since = {}
-        # not at every call: there may be hundreds of threads
         if now - self._last_look >= least_seconds() / 5:
+            # not at every call: there may be hundreds of threads
             self._since = {wait: self._since.get(wait, now) for wait in waits_of(pid)}
             self._last_look = now
         since = min(self._since.values(), default=now)

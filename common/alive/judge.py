@@ -102,8 +102,8 @@ def _progress(status: Status) -> tuple[int, int, int]:
 def find_stalled(summaries: Collection[Summary]) -> Optional[Status]:
     """Return the status of a worker that hangs (in training, the furthest behind);
     None also if one waits for store or disk."""
-    # a rank waits for a store or a disk, and the others for that rank
     if any(summary["waiting"] for summary in summaries):
+        # a rank waits for a store or a disk, and the others for that rank
         return None
     late = next((summary["late"] for summary in summaries if summary["late"]), None)
     if late or not summaries or not all(summary["training"] for summary in summaries):

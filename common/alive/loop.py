@@ -43,7 +43,10 @@ class Policy(Protocol):
         ...
 
     def other_nodes_finished(self) -> bool:
-        """Whether all other nodes have said that their workers have. Asked on node 0."""
+        """Whether all other nodes have said that their workers have.
+
+        Asked on the node that leads: node 0 or, in an elastic job, another one after its loss.
+        """
         ...
 
     def tell(self, is_beat: bool, /) -> None:
@@ -51,9 +54,9 @@ class Policy(Protocol):
         ...
 
     def find_cause(self, stalls: bool) -> Optional[Fault]:
-        """Return what ends the job, if the judge knows it. `stalls`: whether to look for a hang, too.
+        """Return the fault that ends the job, or None. `stalls`: whether to look for a hang, too.
 
-        Asked on node 0.
+        Asked on the node that leads: node 0 or, in an elastic job, another one after its loss.
         """
         ...
 

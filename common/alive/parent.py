@@ -135,10 +135,13 @@ class Parent:
         return None if self._loop.stop_signal else self._loop.judge.verdict(stalls)
 
     def end_turn(self) -> Optional[int]:
+        """Carry out the verdict, or go on with a stop. Return the exit code if the job is over, AGAIN if this
+        attempt is and another follows, else None."""
         loop = self._loop
         if loop.verdict:
             return self._supervisor.carry_out(loop.verdict)
         if loop.stop_signal:
             return self._supervisor.continue_stop()
-        all_finished = len(loop.finished) == loop.nodes if loop.nodes > 1 else self.workers_finished()
+        nodes_finished = len(loop.finished) == loop.nodes
+        all_finished = nodes_finished if loop.nodes > 1 else self.workers_finished()
         return 0 if all_finished else None

@@ -145,8 +145,8 @@ class Watcher:
         if rank == verdict.get("stack_of"):
             print(worker.stack(), end="", file=sys.stderr, flush=True)
         is_single = not loop.hub and not loop.connection
-        # unless the rank has shown it
         if self._world.local_rank == 0 and not (is_single and worker.reported_fault()):
+            # The rank, if it is alone, has not shown it itself.
             report_failure(loop.log_line(verdict))
         worker.process.end(verdict["code"])
         if rank == 0:
@@ -154,23 +154,23 @@ class Watcher:
 
 
 def start(world: World, on_failure: Callable[[float, str], object], says_why: bool) -> WatcherConnection:
-    """Fork the watcher of this rank, one of several, and return the connection to it.
+    """Fork a watcher for this rank of a job with several ranks; return the connection to it.
 
-    If the watcher ends, so does the rank, which the other watchers then take for lost.
+    If the watcher ends, this rank exits as well, and the watchers of the other ranks report it as lost.
     `on_failure(since, why)`: called by the watcher of rank 0 if the job fails; `says_why`: see Watcher.
     """
 
     def watch(worker: Worker) -> None:
         Watcher(world, worker, on_failure, says_why).run()
 
-    def exit_too() -> None:
+    def exit_without_watcher() -> None:
         advice = "so this rank does, too: start again, the run goes on where it saved"
         report_failure(f"the watcher of rank {world.rank} has ended, {advice}")
         os._exit(1)
 
-    file_prefix, connection = beside.start(world.rank, watch, exit_too)
+    file_prefix, connection = beside.start(world.rank, watch, exit_without_watcher)
     os.environ[heartbeat.FILES] = file_prefix
-    heartbeat.write_stacks()
+    heartbeat.write_stacks()  # now that the files have a name
     return connection
 
 

@@ -139,11 +139,11 @@ class Worker:
         if self.code is None:
             is_halted = self.stopped_since and time.monotonic() - self.stopped_since > STOPPED_SECONDS
             return cause(f"{name} is stopped (state T) {position}") if is_halted else None
+        if self.code == 0 and phase == "done":
+            return None
         if self.code == 0:
-            return (
-                None if phase == "done" else cause(f"{name} ended {position} although the run was not over")
-            )
-        fault = self.reported_fault()
+            return cause(f"{name} ended {position} although the run was not over")
+        fault = self.reported_fault()  # first: it says more than the exit code does
         if fault:
             text = f"{name} failed {position}: {fault['text']}"
             return cause(text, direct=not fault["victim"], code=fault["code"], restart=fault["code"] != 2)
@@ -151,22 +151,25 @@ class Worker:
             return None
         if self.code > 0:
             return cause(f"{name} ended with exit code {self.code} {position}")
-        hint = (
-            ", perhaps for want of memory"
-            if self.code == -signal.SIGKILL
-            else getattr(self.process, "doubt", "")
-        )
-        # A victim aborts when its collective breaks (SIGABRT); a worker that ended by another signal is a
-        # cause.
-        signal_name = next(
-            (member.name for member in signal.Signals if member == -self.code), f"signal {-self.code}"
-        )
-        text = f"{name} was killed by {signal_name}{hint} {position}"
-        return {**cause(text, direct=self.code != -signal.SIGABRT), "stack_of": self.rank}
+        return self._fault_of_signal(name, position)
+
+    def _fault_of_signal(self, name: str, position: str) -> Fault:
+        assert self.code is not None
+        number = -self.code
+        signal_name = next((member.name for member in signal.Signals if member == number), f"signal {number}")
+        hint = getattr(self.process, "doubt", "")  # of a rank that is no child of this process
+        if number == signal.SIGKILL:
+            hint = ", perhaps for want of memory"
+        # SIGABRT ends a victim, whose collective has broken; any other signal is a cause of its own.
+        is_cause = number != signal.SIGABRT
+        fault = cause(f"{name} was killed by {signal_name}{hint} {position}", direct=is_cause)
+        return {**fault, "stack_of": self.rank}
 
     def reported_fault(self) -> Optional[dict[str, Any]]:
-        """Return what the worker has reported, {"text", exit "code", "victim":
-        whether another one failed first}, or None."""
+        """Return the fault that the worker has reported (heartbeat.report_fault()), or None.
+
+        Its keys are "text"; "code", the exit code; and "victim", whether another worker failed first.
+        """
         with contextlib.suppress(OSError, ValueError):
             return json.loads(Path(f"{self.file_prefix}.fault").read_text())
         return None

@@ -23,6 +23,7 @@ NOT_LISTED = {"initial_lr", "base_lrs", "foreach", "fused", "capturable", "diffe
 
 
 Checkpoint = tuple[dict[str, Any], dict[str, Any], str]  # (state, manifest, path)
+Options = dict[str, Any]  # of a parameter group, or of a schedule: {name: value}
 
 
 class Stateful(Protocol):
@@ -189,26 +190,16 @@ class SavedParts:
         saved = state[name]
         groups = [*saved["param_groups"]]
         run_state = state["run"]
+        # Those of each group that the optimizer was created with; groups that were added later have none.
         previous_options = run_state.get("made", {}).get(name, [])
         _require_same_groups(name, groups, optimizer, len(previous_options), path)
         if "made" in run_state:
             if within_epoch:
                 groups = groups[: run_state["groups"][name]]
-            group_count = len(optimizer.param_groups)
-            weights = self.named_weights()
-            names_in_missing_groups = run_state["added"][name][group_count - len(previous_options) :]
-            for names, options in zip(names_in_missing_groups, groups[group_count:]):
-                optimizer.add_param_group(
-                    {**options, "params": [weights[weight_name] for weight_name in names]}
-                )
-            for index, (group, initial, previous) in enumerate(
-                zip(groups, self._initial_options[name], previous_options)
-            ):
-                groups[index] = self._merged(name, group, initial, previous)
-                has_new_rate = initial["lr"] != previous["lr"]
-                was_scheduled = previous["lr"] != group["lr"]
-                if has_new_rate and was_scheduled and previous["lr"]:
-                    groups[index]["lr"] = group["lr"] * (initial["lr"] / previous["lr"])
+            self._add_missing_groups(optimizer, groups, run_state["added"][name], len(previous_options))
+            for index, (initial, previous) in enumerate(zip(self._initial_options[name], previous_options)):
+                if index < len(groups):
+                    groups[index] = self._restored_group(name, groups[index], initial, previous)
         elif not self.schedules():  # of version 0.2.0: all options are this start's, the rate too
             groups = optimizer.state_dict()["param_groups"]
         used = {number for group in groups for number in group["params"]}
@@ -216,9 +207,30 @@ class SavedParts:
         optimizer.load_state_dict({"state": states, "param_groups": groups})
         add_missing_buffers(optimizer)
 
-    def _restore_schedule(
-        self, name: str, schedule: Any, saved: dict[str, Any], previous: dict[str, Any]
+    def _add_missing_groups(
+        self, optimizer: Optimizer, groups: list[dict], names_of_added: list[list[str]], created_count: int
     ) -> None:
+        """Add the groups that an earlier start has added and this one has not.
+
+        `names_of_added`: the weights of each group behind the `created_count` that the optimizer was created
+        with.
+        """
+        present_count = len(optimizer.param_groups)
+        weights = self.named_weights()
+        for names, options in zip(names_of_added[present_count - created_count :], groups[present_count:]):
+            optimizer.add_param_group({**options, "params": [weights[weight_name] for weight_name in names]})
+
+    def _restored_group(self, name: str, saved: Options, initial: Options, previous: Options) -> Options:
+        """Return _merged() options of a parameter group; a rate that a schedule has changed since the start
+        before keeps its ratio to the initial one."""
+        group = self._merged(name, saved, initial, previous)
+        has_new_rate = initial["lr"] != previous["lr"]
+        was_scheduled = previous["lr"] != saved["lr"]
+        if has_new_rate and was_scheduled and previous["lr"]:
+            group["lr"] = saved["lr"] * (initial["lr"] / previous["lr"])
+        return group
+
+    def _restore_schedule(self, name: str, schedule: Any, saved: Options, previous: Options) -> None:
         """Restore a schedule. If this start has changed its options, it begins anew and repeats the steps.
 
         ReduceLROnPlateau goes on with the options of this start.
@@ -232,7 +244,7 @@ class SavedParts:
         else:
             self._repeat_steps(schedule, initial, _steps(saved))
 
-    def _repeat_steps(self, schedule: Any, initial: dict[str, Any], steps: int) -> None:
+    def _repeat_steps(self, schedule: Any, initial: Options, steps: int) -> None:
         """Begin the schedule at its `initial` state, and let it take `steps` steps."""
         for name, optimizer in self.optimizers().items():
             if optimizer is schedule.optimizer:
@@ -244,13 +256,13 @@ class SavedParts:
             for _ in range(steps):
                 schedule.step()
 
-    def _merged(
-        self, name: str, saved: dict[str, Any], initial: dict[str, Any], previous: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the `saved` options, and in place of those that this start has changed, its own.
+    def _merged(self, name: str, saved: Options, initial: Options, previous: Options) -> Options:
+        """Return the `saved` options, with those of this start where it has changed them or where none is
+        saved.
 
-        An option has changed if `initial`, of this start, and `previous`, of the one before, differ in it.
-        Note these options in `changed`, as those of the part `name`.
+        `initial`: with which this start created the part `name`; `previous`: with which the start before did.
+        An option in which they differ has changed, and is listed in `changed` unless it is private or in
+        NOT_LISTED.
         """
         differing = {
             option
@@ -304,7 +316,7 @@ def fingerprint(value: object) -> Any:
 
 
 def _require_same_groups(
-    name: str, groups: list[dict[str, Any]], optimizer: Optimizer, previous_count: int, path: str
+    name: str, groups: list[Options], optimizer: Optimizer, previous_count: int, path: str
 ) -> None:
     """Raise UserError unless the first `groups` of a checkpoint are as large as this start's.
 
@@ -349,6 +361,6 @@ def _with_objects_of(initial: object, saved: object) -> Any:
     return saved
 
 
-def _steps(saved: dict[str, Any]) -> int:
+def _steps(saved: Options) -> int:
     """Return the steps that a schedule had taken, by its saved state."""
     return saved["last_epoch"] if "last_epoch" in saved else _steps(saved["_schedulers"][0])

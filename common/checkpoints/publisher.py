@@ -78,13 +78,15 @@ class Publisher:
         self.failures = Failures()
 
     def start(self) -> None:
-        """Fail if the bucket cannot be written to; clean up after earlier starts;
-        then publish in the background."""
+        """Raise an error if the bucket cannot be written to.
+
+        Abort uploads that earlier starts left unfinished, restore the files that all starts share, and then
+        publish in a thread."""
         self._uploads.put(".writable", b"")
         self._uploads.delete(".writable")
         self._uploads.abort_unfinished(run_folder.is_run_file)
         self._restore_shared_files()
-        self._patience.set_limit(limit(), blocks_training=False)
+        self._patience.set_limit(limit(), blocks_training=False)  # it does not wait for the thread
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -252,8 +254,8 @@ class Publisher:
     def _prune(self, surplus: Surplus) -> None:
         for name in self._starts.surplus(self._uploads.names(), surplus):
             local_name = self._starts.local_name(name)
-            # written again meanwhile, or not yet removed here
             if local_name and os.path.exists(self._path(local_name)):
+                # written again meanwhile, or not yet removed here
                 continue
             for object_name in filter(
                 None, (name, self._starts.copy_of(name), *self._starts.pop_outdated(name))

@@ -76,8 +76,8 @@ def find_checkpoint(
     starts_anew = args.resume == "never" and not world.restart_count
     have_checkpoints = [place.fetch_newest(check_only=starts_anew) for place in places]
     has_run = any(have_checkpoints)
-    # a restart of the same command: the first start has obeyed --resume and --overwrite
     if has_run and world.restart_count:
+        # a restart of the same command: the first start has obeyed --resume and --overwrite
         chosen = checkpoint.newest(folder, say)
         # With --resume never, a checkpoint of another job means that the first start ended before it wrote
         # one.
@@ -96,8 +96,8 @@ def find_checkpoint(
     else:
         chosen = _from_path(args, say)
         newest = checkpoint.newest(folder, say) if has_run and not _is_inside(chosen[2], folder) else None
-        # an earlier start of this command has gone on from there
         if newest and newest[1]["run"] == chosen[1]["run"]:
+            # an earlier start of this command has gone on from there
             say(f"{args.output_dir} already went on from --resume {args.resume}")
             chosen = newest
         elif newest:

@@ -87,9 +87,10 @@ class RunBucket:
         return True
 
     def fetch_growing_files(self) -> None:
-        """Fetch files that starts append to or report.html shows, if the disk lacks them or has less.
+        """Fetch the files that every start appends to, if the disk lacks them or has fewer bytes, and those
+        that report.html shows, if the disk lacks them.
 
-        After a start on another machine it would else replace them in the bucket by its own.
+        Otherwise this start, on another machine than the last, would replace them in the bucket by its own.
         """
         remote = self._bucket
         folder = self._args.output_dir

@@ -83,8 +83,8 @@ class Saving:
             if not starts_anew:
                 bucket.fetch_growing_files()
             bucket.begin()
-            # a killed start may have left a file without its manifest, and this one may save nothing
             if chosen:
+                # a killed start may have left a file without its manifest, and this one may save nothing
                 bucket.publish_soon(self._surplus(chosen[1]))
         return chosen
 

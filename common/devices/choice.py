@@ -174,8 +174,8 @@ def identity(device: torch.device) -> str:
 
 
 def describe(device: torch.device) -> str:
-    """Return a text for the log: the device and its model, or the CPU and its number of threads."""
+    """Return the device for the log: with its model where torch can name it, a CPU with its threads."""
     if not kinds.is_accelerator(device):
         return f"cpu ({errors.count(torch.get_num_threads(), 'thread')})"
-    name = getattr(kinds.module(), "get_device_name", None)
-    return f"{device} ({name(device)})" if name else str(device)
+    get_name = getattr(kinds.module(), "get_device_name", None)
+    return f"{device} ({get_name(device)})" if get_name else str(device)

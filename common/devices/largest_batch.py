@@ -136,8 +136,8 @@ def _prepare_trial(args: argparse.Namespace) -> None:
     }
     if args.min_nodes:
         overrides["shares"] = None
-    # in whole portions: a job divides it into equal ones, which may be smaller
     if vars(args).get("total_batch"):
+        # in whole portions: a job divides it into equal ones, which may be smaller
         portions = args.batch_size * (overrides.get("shares", vars(args).get("shares")) or 1)
         overrides["total_batch"] = -(-args.total_batch // portions) * portions
     vars(args).update({name: value for name, value in overrides.items() if name in vars(args)})

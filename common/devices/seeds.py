@@ -56,9 +56,16 @@ def seeded_batch(seed: int, epoch: int, sample: int) -> Iterator[None]:
 
 
 def _seed(seed: int, number: int, part: int) -> int:
+    """Mix the three numbers to one of 63 bits, seed the CPU's generators with it (Python's, numpy's and
+    torch's), and return it.
+
+    `number`: the samples seen, an epoch, or an epoch and a sample; `part`: a rank, a share, or a place.
+    """
+    # The constants are those of splitmix64: neighbouring numbers give seeds that have nothing in common.
     mixed = (seed * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9 + part * 0x94D049BB133111EB) % 2**64
-    mixed = ((mixed ^ (mixed >> 31)) * 0x7FB5D329728EA185) % 2**64 >> 1
-    random.seed(mixed)
-    np.random.seed(mixed % 2**32)
-    torch.default_generator.manual_seed(mixed)
-    return mixed
+    mixed = ((mixed ^ (mixed >> 31)) * 0x7FB5D329728EA185) % 2**64
+    generator_seed = mixed >> 1  # 63 bits, which the generators of all devices take
+    random.seed(generator_seed)
+    np.random.seed(generator_seed % 2**32)
+    torch.default_generator.manual_seed(generator_seed)
+    return generator_seed

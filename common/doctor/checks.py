@@ -144,17 +144,11 @@ def check_secret(has_secret: bool, port: int) -> Finding:
 
 
 def check_interface(world: World, environ: Mapping[str, str]) -> Finding:
-    """Check the network interface by which the ranks of several nodes reach each other."""
-    for backend in devices.BACKENDS:
-        if problem := network.interface_error(environ, backend):
-            result, _, remedy = problem.partition("; ")
-            return bad("interface", result, remedy)
-    if world.num_nodes > 1 and devices.available() and (warning := network.adapter_warning(environ)):
-        result, _, remedy = warning.partition("; ")
-        return doubtful("interface", result, remedy)
-    if devices.is_ascend() and devices.available() and (conflict := network.port_error(environ)):
-        result, _, remedy = conflict.partition("; ")
-        return bad("interface", result, remedy)
+    """Check the environment's settings of the network interface, of the InfiniBand adapter and of HCCL's
+    ports; without any, find the interface that leads to the master."""
+    problem = _problem_of_network_settings(world, environ)
+    if problem:
+        return problem
     variable = f"{devices.backend().upper()}_SOCKET_IFNAME"
     if environ.get(variable):
         return good("interface", f"{environ[variable]}, by {variable}")
@@ -164,6 +158,7 @@ def check_interface(world: World, environ: Mapping[str, str]) -> Finding:
     with contextlib.suppress(OSError):  # the master's name may not resolve yet
         address = network.route_to(world.master_addr)
     name = network.interface_of(address)
+    # Where the platform starts each process, no parent finds another interface when the nodes meet.
     if name == "lo" and world.level == "process":
         result = (
             f"the master's name, {world.master_addr}, is lo ({address}) on this node, which no other node "
@@ -174,9 +169,22 @@ def check_interface(world: World, environ: Mapping[str, str]) -> Finding:
             result,
             "set MASTER_ADDR to an address that the other nodes can reach, or correct /etc/hosts",
         )
-    # otherwise the parent processes take that of the connection through which they met
-    is_known = name not in (None, "lo")
-    return good("interface", f"{name} ({address})" if is_known else "chosen when the nodes have met")
+    if name in (None, "lo"):  # the parents then take that of the connection through which they met
+        return good("interface", "chosen when the nodes have met")
+    return good("interface", f"{name} ({address})")
+
+
+def _problem_of_network_settings(world: World, environ: Mapping[str, str]) -> Optional[Finding]:
+    texts = [(bad, network.interface_error(environ, backend)) for backend in devices.BACKENDS]
+    if world.num_nodes > 1 and devices.available():
+        texts.append((doubtful, network.adapter_warning(environ)))
+    if devices.is_ascend() and devices.available():
+        texts.append((bad, network.port_error(environ)))
+    for finding_of, text in texts:
+        if text:
+            result, _, remedy = text.partition("; ")
+            return finding_of("interface", result, remedy)
+    return None
 
 
 def check_clock(ahead: float, reference: str) -> Finding:

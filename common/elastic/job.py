@@ -17,7 +17,9 @@ from common.run.peers import Fixed
 
 
 def workers(args: argparse.Namespace) -> None:
-    """Make the job elastic if --min_nodes is given; raise a UserError if it cannot be."""
+    """Listen to the moment `workers` (common/moments.py): with --min_nodes, put in place the parent, the
+    members and the peers of an elastic job. In a node's parent, raise UserError if the job cannot be
+    elastic."""
     world = args.world
     min_nodes = args.min_nodes
     if not min_nodes:
@@ -25,7 +27,7 @@ def workers(args: argparse.Namespace) -> None:
     REPLACED.parent = parent
     REPLACED.members = members
     REPLACED.peers = peers
-    if heartbeat.has_parent():
+    if heartbeat.has_parent():  # which has looked at what follows
         return
     if world.level == "process":
         raise UserError(

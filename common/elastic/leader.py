@@ -267,7 +267,7 @@ class Leader:
             self._old_lighthouses.append(self._lighthouse)
         self._lighthouse = None
         if num_ranks is not None:
-            self._lighthouse = quorum.lighthouse(self._parent.address, num_ranks)
+            self._lighthouse = quorum.start_lighthouse(self._parent.address, num_ranks)
 
     def _begin_counting_anew(self) -> None:
         """Forget what was noted since the last generation, as the next one takes account of it."""

@@ -69,12 +69,11 @@ class Members:
         moments.listen(ExitAtOnce())
 
     def form(self, progress: int, get_state: Callable[[], dict], load_state: Callable[[dict], None]) -> None:
-        """Become a member of the next generation (group of ranks); return when it works.
+        """Join the process group of the next generation, again and again until one is formed; set `rank`,
+        `size` and `news`. Raise Stopped if the run is to end.
 
-        Raise Stopped if the run is to end.
-
-        `progress`: how far this rank is. One that is behind calls `load_state` with `get_state()` of the
-        furthest.
+        `progress`: how many steps this rank has done. If another member has done more, `load_state` is called
+        with what its `get_state()` has returned.
         """
         _group_class(self._device)  # raises an error at once, if torchft has none
         while True:
@@ -90,14 +89,14 @@ class Members:
                 thread.join(SHORTEST_NAP * 10)
             if formed and not self.has_changed():
                 break
-            # mostly because a member has just died, which the parents report
             if faults and not self.has_changed():
+                # mostly because a member has just died, which the parents report
                 print(
                     f"warning: rank {self._job_rank} could not join the others: {faults[0]}",
                     file=sys.stderr,
                     flush=True,
                 )
-        if self._manager:
+        if self._manager:  # in a thread: it waits for members that may be gone
             threading.Thread(target=self._manager.shutdown, args=(False,), daemon=True).start()
         ((self._manager, self._group),) = formed
         self.rank = offer["ranks"].index(self._job_rank)
@@ -250,9 +249,11 @@ class Work:
             raise RanksChanged
 
 
-def torchft() -> Any:
-    """Return torchft with few log lines, as its failures are tried again;
-    raise UserError if it is missing or torch too old."""
+def load_torchft() -> Any:
+    """Import and return torchft; UserError if it is missing or torch too old.
+
+    Its own log is silenced: what fails there is tried again, and what matters we report.
+    """
     if devices.TORCH < (2, 7):  # what torchft 0.2 asks for, so that installing it would replace torch
         raise UserError(
             f"--min_nodes needs torchft, and that torch 2.7 or later; this is {torch.__version__}: "
@@ -272,12 +273,13 @@ def _group_class(device: torch.device) -> Any:
     """Return torchft's class of process groups for the device; raise UserError if it has none."""
     backend = devices.collective_backend(device)
     name = "ProcessGroupGloo" if backend == "gloo" else f"ProcessGroup{backend.upper()}"
-    if not hasattr(torchft().process_group, name):
+    process_groups = load_torchft().process_group
+    if not hasattr(process_groups, name):
         raise UserError(
             f"--min_nodes needs torchft to have a process group for {backend}, which it lacks: leave "
             "the option out"
         )
-    return getattr(torchft().process_group, name)
+    return getattr(process_groups, name)
 
 
 def _store(address: str) -> distributed.TCPStore:
@@ -296,7 +298,7 @@ def _family(address: str) -> socket.AddressFamily:
 def _manager_class(address: str) -> Any:
     """Return torchft's Manager, made to listen at this address only:
     any client that reaches it can end this process."""
-    module = torchft().manager
+    module = load_torchft().manager
     from torchft.coordination import ManagerServer
 
     def server_at_address(**options: Any) -> Any:

@@ -39,7 +39,7 @@ class ElasticParent:
     the others go on."""
 
     def __init__(self, supervisor: Supervisor, min_nodes: int, output_dir: str):
-        members.torchft()  # raises an error before anything is started, if it is not installed
+        members.load_torchft()  # raises an error before anything is started, if it is not installed
         messages.FORMS.update(FORMS)
         self.supervisor = supervisor
         self.min_nodes = min_nodes
@@ -358,8 +358,8 @@ class ElasticParent:
         if self.workers_finished():
             loop.finished.update(range(loop.nodes))
             return
-        # its own report says more
         if not any(re.search(rf"\bnode {lost_node}\b", text) for text in self.causes):
+            # its own report says more
             self.causes.append(f"{supervisor.name_of(lost_node)} {description}")
         for node, address, port in sorted(self.generation["nodes"]):
             if node == self.node:

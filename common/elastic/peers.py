@@ -90,13 +90,14 @@ class Elastic(Fixed):
         do it again if the ranks change meanwhile."""
         deal_tests = self._run.shares.deal_tests
         self._is_together = True
-        self._is_behind = False
+        self._is_behind = False  # _form() sets it if the others have finished: then this rank does all alone
         while True:
             try:
-                with self._members.without_others() if self._is_behind else contextlib.nullcontext():
+                group = self._members.without_others() if self._is_behind else contextlib.nullcontext()
+                with group:
                     deal_tests()
                     result = work(*arguments)
-                deal_tests()
+                deal_tests()  # to all ranks again
                 self._is_together = False
                 return result
             except collectives.RanksChanged:
@@ -166,8 +167,8 @@ class Elastic(Fixed):
             run.evidence.keep(self.rank, needs_attempt=True, needs_ledger=True)
             if run.plan.resumed_at:
                 run.notify(Observer.began, about=facts_of_this_start(run, "the state of the other nodes"))
-        # the rank that noted it may be lost; a new start in the ledger lets it count once
         if self._last_step:
+            # the rank that noted it may be lost; a new start in the ledger lets it count once
             epoch, consumed, ids = self._last_step
             run.evidence.begin(epoch, consumed)
             run.evidence.note_step_counts(epoch, consumed, ids)

@@ -48,18 +48,18 @@ def may_continue(previous: set[int], remaining: set[int], silent_nodes: set[int]
     return not silent_nodes & previous or 2 * len(previous & remaining) > len(counted_nodes)
 
 
-def lighthouse(address: str, size: int) -> Any:
+def start_lighthouse(address: str, size: int) -> Any:
     """Start and return torchft's server at which the members of a new group meet;
     it waits for `size` of them."""
     from torchft.coordination import LighthouseServer
 
-    unlimited_ms = 24 * 3600 * 1000
+    one_day_ms = 24 * 3600 * 1000  # longer than a group takes to meet
     return LighthouseServer(
         bind=f"{in_url(address)}:0",
         min_replicas=max(1, size),
-        join_timeout_ms=unlimited_ms,
+        join_timeout_ms=one_day_ms,
         quorum_tick_ms=10,
-        heartbeat_timeout_ms=unlimited_ms,
+        heartbeat_timeout_ms=one_day_ms,
     )
 
 

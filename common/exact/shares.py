@@ -108,7 +108,7 @@ class Shares:
         # Of the step under way: this rank's share, {part: how many of its gradients have come}, the parts
         # whose gradients have all come, how many parts were sent, and the buffers as they were before the
         # step.
-        self._share = 0
+        self._share = -1  # before of(): none
         self._pass_counts: dict[object, int] = {}
         self._complete_parts: set[object] = set()
         self._sent_count = 0

@@ -87,8 +87,8 @@ class AllRanks:
         return distributed.all_to_all_single(received, sent, received_sizes, sent_sizes, async_op=True)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        # in torch 2.1, Gloo has no other form
         if devices.TORCH < (2, 4) and distributed.get_backend() == "gloo":
+            # in torch 2.1, Gloo has no other form
             return distributed.all_gather(list(output.chunk(self.size)), tensor, async_op=True)
         return distributed.all_gather_into_tensor(output, tensor, async_op=True)
 

@@ -17,7 +17,7 @@ from common import arguments, devices, progress
 from common.ranks import collectives
 
 # For DistributedDataParallel: each rank keeps statistics of its own, instead of getting rank 0's in every
-# step. since torch 2.15
+# step. Torch 2.15 has given the argument another name.
 _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
 OWN_STATISTICS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
 

@@ -95,8 +95,8 @@ def restart_command(args: argparse.Namespace, words: list[str], omit: Collection
             kept.append(mask(word))
     if launcher:
         return shlex.join(kept)
-    # our parent process sets it for its workers, too
     if "TORCHELASTIC_RUN_ID" not in os.environ or heartbeat.has_parent():
+        # our parent process sets it for its workers, too
         return f"python {shlex.join(kept)}"
     nodes = f"--nnodes {args.world.num_nodes} " if args.world.num_nodes > 1 else ""
     return f"torchrun --nproc_per_node {args.world.local_world_size} {nodes}{shlex.join(kept)}"

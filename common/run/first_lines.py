@@ -166,8 +166,8 @@ def of_run(run: RunState, checkpoint: Optional[Checkpoint], attempt: Optional[At
             "scheduler=scheduler"
         )
     yield from _left_out_samples(run, is_resumed=bool(checkpoint))
-    # (epoch, samples before it) of the step in which the last two starts died
     if attempt and attempt.died_twice_in:
+        # (epoch, samples before it) of the step in which the last two starts died
         epoch, consumed = attempt.died_twice_in
         place = f"in epoch {epoch + 1} after {consumed} samples"
         ids = run.sampler.step_ids(epoch, consumed).tolist()

@@ -70,19 +70,18 @@ class Losses:
         self._unchecked.append((step, loss, ids))
 
     def check(self, lr: float, last_good: Callable[[], str]) -> None:
-        """Raise TrainingFailed if a loss since the last call is not finite.
-
-        It is called seldom, as it waits for the GPU.
-        """
+        """Raise TrainingFailed if a loss that nobody has checked is not finite: one that was added since the
+        last call, or handed over and not checked yet. It is called seldom, as it waits for the GPU."""
         all_unchecked = [*self._handed_over, self._take()]
         self._handed_over = []
         for unchecked in all_unchecked:
             unchecked.check(lr, last_good)
 
     def hand_over(self) -> UncheckedLosses:
-        """Return the losses since the last call, for another thread to check.
+        """Return the losses that were added since the last hand_over() or check(),
+        for another thread to check.
 
-        Until it has, check() includes them, so that an error always names the first bad step."""
+        Until it has, check() checks them, too, so that an error always names the first bad step."""
         self._handed_over = [unchecked for unchecked in self._handed_over if unchecked.losses]
         self._handed_over.append(self._take())
         return self._handed_over[-1]

@@ -31,7 +31,8 @@ NO_REQUESTS = Requests()
 
 
 class Agreement:
-    """Decides after which steps the ranks exchange their requests: about every EXCHANGE_SECONDS."""
+    """Decides after which steps the ranks exchange their requests, about every EXCHANGE_SECONDS, and holds
+    what they asked for."""
 
     def __init__(self, max_hours: Optional[float], save_seconds: float):
         self._max_hours = max_hours
@@ -51,7 +52,12 @@ class Agreement:
         self._saved_at = time.monotonic()
 
     def exchange(self, maximum: Optional[Callable[[list[float]], list[float]]]) -> None:
-        """Set `requests` after a step; several ranks have none between two exchanges, by `maximum`."""
+        """Set `requests` after a step: those of any rank if an exchange is due,
+        and between two exchanges none.
+
+        `maximum(values)`: returns the maximum of each value over all ranks, which all call it. None: there is
+        one rank, which has its own requests after each step.
+        """
         now = time.monotonic()
         hours_are_over = self._max_hours is not None and now - self._began_at >= self._max_hours * 3600
         own_requests = Requests(
@@ -73,11 +79,13 @@ class Agreement:
 
 
 class Fixed:
-    """The ranks of the process group, or this process alone, which never change;
+    """The ranks of a run, which never change: those of the process group, or this process alone.
+
     common/elastic/peers.py has ranks that do."""
 
-    each_has_a_ledger = True
-    # whether a stop signal is meant for the run; None: each one is
+    each_has_a_ledger = True  # else the rank that writes notes the samples of all
+    # Returns the signal on which the run has to stop, or 0: signals that come before are not meant for it.
+    # None: each signal counts.
     requested_signal: Optional[Callable[[], int]] = None
 
     def __init__(self, args: argparse.Namespace):

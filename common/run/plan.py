@@ -135,9 +135,9 @@ class Results:
         self.best_is = best_is or "highest"
         self.history: list[dict[str, Any]] = []
 
-    def warning_of_best_by(self, metrics: Mapping[str, float]) -> Optional[str]:
-        """Return a warning after the first epoch of a run if its metrics lack the one that chooses the best
-        epoch."""
+    def warning_if_best_by_is_missing(self, metrics: Mapping[str, float]) -> Optional[str]:
+        """Return a warning if the first epoch of the run has metrics, and not the one that chooses the best
+        epoch; else None."""
         if self.history or not metrics or self.best_by in metrics:
             return None
         return (
@@ -146,19 +146,20 @@ class Results:
         )
 
     def close_epoch(self, position: Position, train_loss: float, metrics: Mapping[str, float]) -> Position:
-        """Add a row for the epoch that ends at `position`; return the position after the epoch."""
+        """Add a row for the epoch that ends at `position`; return the position after it, whose `best` is this
+        epoch if its score is better than all before. One without the score, or with NaN, never is."""
         epoch = position.epoch + 1
         score = metrics.get(self.best_by)
-        best = (position.best or {}).get(self.best_by)
+        best_score = (position.best or {}).get(self.best_by)
         self.history.append({**position.row(epoch), "train_loss": train_loss, **metrics})
         if score is None or math.isnan(score):
             return position.after_epoch(position.best)
-        if best is None or math.isnan(best):
+        if best_score is None or math.isnan(best_score):
             is_better = True
         elif self.best_is == "lowest":
-            is_better = score < best
+            is_better = score < best_score
         else:
-            is_better = score > best
+            is_better = score > best_score
         if is_better:
             return position.after_epoch(
                 {"epoch": epoch, "samples_seen": position.samples_seen, self.best_by: score}

@@ -187,7 +187,7 @@ class Run:
     def updates(self, every: int) -> bool:
         """Whether to update the weights in this step, if gradients are accumulated over `every` batches: in
         each `every`-th step of an epoch, and in its last one. The same after a restart in the middle of an
-        epoch. Ask it before run.step()."""
+        epoch, if the global batch is the same. Ask it before run.step()."""
         if every < 1:
             raise ValueError(f"run.updates(every={every}): give the number of batches, 1 or more")
         if self.shares:
@@ -196,9 +196,8 @@ class Run:
                 "larger batch"
             )
         next_position = self.position.after_step(self.global_batch)
-        return next_position.consumed // self.global_batch % every == 0 or self.plan.epoch_is_over(
-            next_position
-        )
+        steps_of_epoch = next_position.consumed // self.global_batch
+        return steps_of_epoch % every == 0 or self.plan.epoch_is_over(next_position)
 
     @property
     def goes_on(self) -> bool:
@@ -544,7 +543,7 @@ class Run:
         self._check_losses()
         is_complete = self.plan.epoch_is_over(self.position)
         if is_complete:
-            if warning := self.results.warning_of_best_by(metrics):
+            if warning := self.results.warning_if_best_by_is_missing(metrics):
                 self.say(warning)
             self.position = self.results.close_epoch(self.position, self.losses.close_epoch(), metrics)
             self.clock.count_evaluation()
@@ -568,9 +567,11 @@ class Run:
         self.saving.wait()
 
     def _finish_after_break(self, code: object) -> None:
-        """Save the last epoch if the job, which ends with this exit code,
-        has left its loop over run.epochs()."""
-        if code:  # it is not known whether what belongs to the epoch is complete
+        """At the end of the job, if it has left its loop over run.epochs(): save and publish the last epoch.
+
+        Not if the job has failed (`code`): what belongs to the epoch may be incomplete.
+        """
+        if code:
             self._ended_epoch_is_complete = None
             self.saving.forgive_pending()
             return
@@ -667,7 +668,7 @@ class Run:
     def _gather(self) -> None:
         """Bring to rank 0 what a checkpoint holds of the other ranks. All ranks call it.
 
-        Until the next step, further calls do nothing, so rank 0 may save alone."""
+        Until the next step or end_epoch(), further calls do nothing, so rank 0 may save alone."""
         self.losses.all_reduce()
         if self.args.checkpoints and not self.trial:
             self.gradients.collect()

@@ -133,7 +133,7 @@ class Scores:
             padded[: len(rows)] = rows.to(padded)
             rows = torch.cat(group.gather(padded)).cpu()
         order = rows[:, column].nan_to_num(torch.inf).argsort(descending=True, stable=True)
-        # there may be more outputs
+        # The network may have more outputs than there are names.
         are_named = ((rows[:, 2:4] >= 0) & (rows[:, 2:4] < len(self.classes))).all(dim=1)
         order = order[(rows[order, 1] >= 0) & are_named[order]][:limit]
         return rows[order], order.tolist()

@@ -42,7 +42,10 @@ class SideFiles:
         self._begin_in_process(progress.say)
 
     def _begin_in_process(self, say: Callable[[str], None]) -> None:
-        """Begin in this process, without pending content."""
+        """Set what a process has of its own.
+
+        Called again in a forked loader process, where another thread may have the lock and what is pending is
+        for the run's own process to write."""
         self._say = say
         self._pid = os.getpid()
         self._warned: set[str] = set()  # paths that could not be written
@@ -66,8 +69,8 @@ class SideFiles:
         """Add content to what is pending, and try to write all of it."""
         if not self.writes:
             return
-        # a loader process, which was forked while any thread of the run may have had the lock
         if os.getpid() != self._pid:
+            # a loader process, which was forked while any thread of the run may have had the lock
             self._begin_in_process(print)
         path = os.path.join(self._folder, name)
         with self._lock:

@@ -206,7 +206,7 @@ def _client(scheme: str) -> tuple[Any, Settings]:
             "it in the requirements.txt that is uploaded with the job"
         ) from None
     session = boto3.Session()
-    endpoint, region = settings(scheme, os.environ, session.region_name)
+    endpoint, region = endpoint_and_region(scheme, os.environ, session.region_name)
     if endpoint and _is_plain_host(endpoint):
         style = "path"
     elif scheme in ENDPOINTS:
@@ -231,9 +231,14 @@ def _client(scheme: str) -> tuple[Any, Settings]:
     return client, Settings(endpoint, region, style, session)
 
 
-def settings(scheme: str, environ: Mapping[str, str], region: Optional[str]) -> tuple[Optional[str], str]:
-    """Return (endpoint, or None for Amazon's; region) for a scheme,
-    from environment variables and the `region` boto3 found."""
+def endpoint_and_region(
+    scheme: str, environ: Mapping[str, str], region: Optional[str]
+) -> tuple[Optional[str], str]:
+    """Return (endpoint, region) of the store for a scheme; an endpoint of None is Amazon's.
+
+    They come from environment variables; `region`: the one that boto3 has found. UserError if a store needs a
+    region and there is none.
+    """
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     if not endpoint and scheme == "obs" and environ.get("S3_ENDPOINT"):  # ModelArts sets it
         endpoint = environ["S3_ENDPOINT"]
@@ -317,7 +322,7 @@ def _refusal(error: Exception, request: str) -> Optional[Exception]:
     )
     if isinstance(error, temporary):
         return None
-    # a profile, region or name that is not valid
     if isinstance(error, (exceptions.BotoCoreError, ValueError)):
+        # a profile, region or name that is not valid
         return UserError(f"{request}: {one_line(error)[:300]}")
     return error

@@ -108,6 +108,7 @@ def resolve(
 
 
 def _apply(rule: Callable[[LaunchContext], Optional[World]], context: LaunchContext) -> Optional[World]:
+    """Return rule(context); UserError if a variable has another form than the rule expects."""
     try:
         return rule(context)
     except UserError:

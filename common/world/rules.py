@@ -37,8 +37,8 @@ def torchrun(context: LaunchContext) -> Optional[World]:
     else:
         local_size = context.gpus if context.gpus and size % context.gpus == 0 else local_rank + 1
     require_equal("--local_rank", context.args.local_rank, "LOCAL_RANK", local_rank)
-    # a console has appended --world_size and --rank, which count nodes
     if context.args.world_size not in (None, size):
+        # a console has appended --world_size and --rank, which count nodes
         require_equal(
             "--world_size",
             context.args.world_size,
@@ -397,8 +397,8 @@ def bare_rank(context: LaunchContext) -> Optional[World]:
 def kubernetes(context: LaunchContext) -> Optional[World]:
     """Return the place of an indexed Job's pod by JOB_COMPLETION_INDEX and WORLD_SIZE, which counts pods;
     None without both."""
-    # the index alone may number jobs that have nothing in common
     if not context.has("JOB_COMPLETION_INDEX", "WORLD_SIZE"):
+        # the index alone may number jobs that have nothing in common
         return None
     rule = "JOB_COMPLETION_INDEX and WORLD_SIZE count pods"
     rank = context.number("JOB_COMPLETION_INDEX")

@@ -62,13 +62,13 @@ class PipelineBatches:
             give_memory_back()
 
     def _batches(self, epoch: int, batches: Sequence[np.ndarray]) -> Iterator[Any]:
-        """Yield (images, labels, ids): by DALI, or by the data set where DALI cannot make a batch or would
-        differ."""
+        """Yield (images, labels, ids) of each batch: made by DALI, or by the data set if DALI cannot read a
+        picture in it or would decode one to other pixels than Pillow."""
         suits_dali = [self._reads_alike(ids, epoch) for ids in batches]
         pipeline = None
         for number, ids in enumerate(batches):
             if suits_dali[number]:
-                if pipeline is None:
+                if pipeline is None:  # it gives its batches in order, so it gets all that it will make
                     remaining = [
                         batch for batch, suits in zip(batches[number:], suits_dali[number:]) if suits
                     ]
@@ -81,7 +81,7 @@ class PipelineBatches:
                         raise
                     reason = one_line(str(error).split("encountered:")[-1].strip())[:200]
                     warn(f"DALI cannot make a batch of epoch {epoch + 1}, so torch makes it: {reason}")
-                    pipeline = None
+                    pipeline = None  # after an error it gives nothing more
             images, labels, _ = self._data[epoch, ids]
             yield images, labels, ids
 

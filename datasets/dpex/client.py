@@ -93,7 +93,7 @@ class Bridge:
         and so that of the workers of a cluster of our own."""
         try:
             open_memory(self.process.pid).close()
-            # else /proc has the process ids of another container
+            # If not, /proc has the process ids of another container.
             return os.readlink("/proc/self") == str(os.getpid())
         except OSError:
             return False
@@ -233,8 +233,8 @@ class Workers:
     def close(self) -> None:
         """Close the connection. In the process that opened it, this also ends the workers."""
         with contextlib.suppress(OSError):
-            # a forked worker of another loader has a copy of the connection
             if os.getpid() == self._owner_pid:
+                # a forked worker of another loader has a copy of the connection
                 self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 

@@ -39,8 +39,8 @@ def pack(value: object) -> PackedValue:
                 else type(obj).__module__
             )
             modules.add(module)
-            # torch would embed a file of torch.save()
             if type(obj) in (torch.TypedStorage, torch.UntypedStorage):
+                # torch would embed a file of torch.save()
                 content = torch.empty(0, dtype=torch.uint8).set_(getattr(obj, "_untyped_storage", obj))
                 return _restore_storage, (content.numpy(), getattr(obj, "dtype", torch.uint8))
             if type(obj) is torch.Tensor and _is_partial(obj):

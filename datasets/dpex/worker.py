@@ -37,9 +37,8 @@ class LoaderWorker:
         self._is_replacement = is_replacement
         self._epoch = None
         self._is_stream = self._is_collated = False
-        self._kept_batches: dict[
-            tuple[int, int], list
-        ] = {}  # {(epoch, number): a batch that the training process copies from here}
+        # {(epoch, number): a batch that the training process copies from here}
+        self._kept_batches: dict[tuple[int, int], list] = {}
         torch.set_num_threads(1)
         collate_in_own_memory()
 
@@ -118,6 +117,8 @@ class LoaderWorker:
         )
 
     def _next_batch(self, index: object, earlier_counts: Sequence[int], position: int) -> Any:
+        """Return the batch at `position` of the pass that follows those of `earlier_counts` (fetch()). Of a
+        stream, what this worker has not made of this pass and of those before is skipped."""
         for count in earlier_counts[self._position[0] :]:
             self._catch_up(count)
             self._start_pass()

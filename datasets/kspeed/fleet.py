@@ -123,8 +123,8 @@ class ServerConnection(Client):
         except Unfit:
             raise
         except OSError as error:
-            # the server was restarted, or closed an idle connection
             if was_open and isinstance(error, ConnectionError):
+                # the server was restarted, or closed an idle connection
                 return self._call(function, *arguments)
             self.servers.note_outage(self.server, error)
             raise
@@ -160,8 +160,8 @@ class ServerConnection(Client):
         last_part = parts.pop()
         if len(last_part) < len(CRLF):  # the two bytes of CRLF came separately
             last_part = parts.pop() + last_part
-        # the line after it is VALUE or END
         if not last_part.endswith(CRLF) or following[:1] not in (b"", b"V", b"E"):
+            # the line after it is VALUE or END
             raise ValueError("a value has no end")
         content = b"".join((*parts, memoryview(last_part)[: -len(CRLF)]))
         key = remapped_keys.pop(name)  # so a server that sends a value twice cannot prolong this

@@ -312,7 +312,7 @@ class _SpeedColumns:
 
     def row(self, row: dict[str, Any]) -> None:
         arrived = self._state.arrived.copy()
-        # and counts from 0: what it had on the disk is not new
+        # A new fetcher counts from 0, and what it has found on the disk is not new.
         has_new_fetcher = bool((arrived < self._previous).any())
         added = np.zeros_like(arrived) if has_new_fetcher else arrived - self._previous
         row.update((name, round(size / MIB, 3)) for name, size in zip(ARRIVED_COLUMNS, added.tolist()))

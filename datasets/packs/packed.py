@@ -311,8 +311,8 @@ def write_index(
 ) -> None:
     """Write a split's index.
 
-    `metadata`: its "shards", "identity" and "form"; `arrays`: of each sample, in place of those of `source`
-    or beside them.
+    `metadata`: its "shards", "identity" and "form". `arrays`: {name: a value of each sample}, for names of
+    _dtypes(form); the others are taken from `source`.
     """
     full_metadata = {**metadata, "format": FORMATS[metadata["form"]], "split": split}
     full_metadata.update(classes=source.classes, left_out=source.left_out)
@@ -371,12 +371,13 @@ def _check_shard(shard: dict[str, Any]) -> None:
         raise ValueError(f"it has no size or no SHA-256 of {shard['name']}")
 
 
-def _check_arrays(metadata: dict[str, Any], samples: int, arrays: dict[str, np.ndarray]) -> None:
-    """Raise a ValueError if an array has a wrong type or shape, or a value that cannot be."""
+def _check_arrays(metadata: dict[str, Any], num_samples: int, arrays: dict[str, np.ndarray]) -> None:
+    """Raise a ValueError if an array has a wrong type or shape, or an impossible value: a class or shard that
+    is not there, a picture larger than its original, a sample beyond its shard."""
     for name, array in arrays.items():
         dtype = np.dtype(_dtypes(metadata["form"])[name])
-        if array.dtype != dtype or array.shape != (samples,):
-            raise ValueError(f"its {name} are {array.dtype} {array.shape}, not {dtype} ({samples},)")
+        if array.dtype != dtype or array.shape != (num_samples,):
+            raise ValueError(f"its {name} are {array.dtype} {array.shape}, not {dtype} ({num_samples},)")
     for name, array in arrays.items():
         minimum = 1 if name in ("widths", "heights", "length") else 0
         if array.dtype.kind == "i" and array.min() < minimum:
@@ -385,7 +386,7 @@ def _check_arrays(metadata: dict[str, Any], samples: int, arrays: dict[str, np.n
         if arrays[name].max() >= count:
             raise ValueError(f"one of its {name} is {arrays[name].max()}, and there are {count}")
     for name in STORED.keys() & arrays.keys():
-        if (arrays[name] > arrays[name[len("stored_") :]]).any():
+        if (arrays[name] > arrays[name.removeprefix("stored_")]).any():
             raise ValueError(f"one of its {name} is larger than that of the original")
     if metadata["form"] == "raw":
         pixels = 3 * arrays["stored_widths"].astype(np.int64) * arrays["stored_heights"]

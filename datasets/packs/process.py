@@ -76,8 +76,8 @@ def main(rank: str, node: str, url: str, folder: str) -> None:
     threading.Thread(target=_FrozenHolder(state, url).watch, args=(holds_lease,), daemon=True).start()
     with once.when_free(lease(path), order.is_rank_alive) as is_held:
         holds_lease.set()
-        # else a process of this job has tried it already
         if is_held and state.failure(waiting_since, node) is None:
+            # No other process of this job has tried it yet.
             _fetch_or_record_failure(order, state)
 
 
@@ -108,12 +108,15 @@ class _FrozenHolder:
             self.kill_if_frozen()
 
     def kill_if_frozen(self) -> None:
-        """Kill the process if it has shown no sign of life for long, though this one could have seen it."""
+        """Kill the process if it has shown no sign of life for FROZEN_SECONDS in which this one was
+        running."""
         now = time.monotonic()
         if now - self._last_check > GAP_SECONDS:  # this process was stopped, and the other one perhaps, too
             self._watching_since = now
         self._last_check = now
-        holder = self._state.holder  # before its pulse: one that takes over shows life first
+        # Read before the pulse: a new holder shows life first, so an old pulse is never taken for that of a
+        # new one.
+        holder = self._state.holder
         silent_since = max(self._state.pulse, self._watching_since)
         if holder is not None and now - silent_since > FROZEN_SECONDS:
             _kill_fetcher(holder, self._url)

@@ -79,8 +79,8 @@ class Substitutes:
                 with remarks.report_warnings(functools.partial(name, candidate)):
                     return candidate, decode(candidate)
             except (Undecodable, OSError) as error:
-                # the picture may be good: a start on a repaired disk has to use it
                 if is_system_error(error):
+                    # the picture may be good: a start on a repaired disk has to use it
                     raise
                 self._warn(candidate, one_line(name(candidate)), error)
         raise TrainingFailed(

@@ -102,7 +102,11 @@ def pack_parquet(paths: list[str], folder: str, options: argparse.Namespace) -> 
         names: dict[str, list[str]] = {}
         for rows in planned:
             names.setdefault(rows.split, []).append(rows.name)
-        index.index(folder, argparse.Namespace(**{**vars(options), "overwrite": True}), names, classes)
+        index_options = argparse.Namespace(**vars(options))
+        index_options.overwrite = (
+            True  # _clear() has refused another pack's: what is there is this pack's own
+        )
+        index.index(folder, index_options, names, classes)
     return [rows.name for rows in planned]
 
 

@@ -66,7 +66,7 @@ def index(
     `names`: the shards of each split; `classes`: the names of the classes; those of the folder where it says
     them.
     """
-    sizes, reader_of = (_open_bucket if is_bucket(place) else _open_folder)(place)
+    sizes, reader_of = (_list_bucket if is_bucket(place) else _list_folder)(place)
     if not options.overwrite and sizes.keys() & {packed.index_path("", split) for split in splits.SPLITS}:
         raise UserError(f"{one_line(place)} has an index: give --overwrite true to replace it")
     names = names or by_split(sorted(name for name in sizes if name.endswith(".tar")), place)
@@ -147,8 +147,9 @@ def by_split(names: Sequence[str], place: str) -> dict[str, list[str]]:
 # --- Where the shards are -----------------------------------------------------------------------------------
 
 
-def _open_folder(place: str) -> tuple[dict[str, int], Callable[[str], ReadRange]]:
-    """Return ({name: size}, a function that returns the ReadRange of a name)."""
+def _list_folder(place: str) -> tuple[dict[str, int], Callable[[str], ReadRange]]:
+    """Return ({name: size} of the visible files of a folder, a function from a name to its ReadRange);
+    UserError if the folder is missing, or the index could not be written to it."""
     require_folder("the folder", place, "give the one that has the shards")
     with os.scandir(place) as entries:
         visible = [entry for entry in entries if not entry.name.startswith(".") and not entry.is_dir()]
@@ -172,8 +173,8 @@ def _file_reader(place: str, name: str) -> ReadRange:
     return read_range
 
 
-def _open_bucket(place: str) -> tuple[dict[str, int], Callable[[str], ReadRange]]:
-    """Return what _open_folder() returns, for the address of a bucket."""
+def _list_bucket(place: str) -> tuple[dict[str, int], Callable[[str], ReadRange]]:
+    """Return what _list_folder() returns, for the address of a bucket."""
     store = bucket.Bucket(place)
     items = {store.relative(item.key): item for item in store.items(store.key_prefix())}
     reader = ranges.Ranges(store, Patience())

@@ -37,6 +37,8 @@ SAMPLE_FIELDS = ("offset", "length", "checksum", "stored_heights", "stored_width
 
 @dataclasses.dataclass
 class Shard:
+    """A shard of a split's plan: the samples that it is to hold and, once it was written, its note."""
+
     name: str
     numbers: list[int]  # of its samples, in their order in the shard
     size: int = 0  # in bytes, as expected

@@ -144,7 +144,9 @@ def test_the_network_learns(tmp_path):
 
 
 def test_the_recipe_of_the_modelarts_sample_is_reachable(tmp_path):
-    recipe = re.search(r"(--optimizer adam.*--augment false)", (ROOT / "jobs" / "train.py").read_text()).group(1).split()
+    recipe = (
+        re.search(r"(--optimizer adam.*--augment false)", (ROOT / "jobs" / "train.py").read_text(), re.DOTALL).group(1).split()
+    )
     done = run_job("train", tmp_path, *TINY, *recipe, "--epochs", 1)
     assert " lr=0.01 " in done.stdout
 

@@ -96,7 +96,7 @@ def test_nodes_that_come_and_go_need_a_torch_that_torchft_takes(older):
     members = pytest.importorskip("common.elastic.members", reason="the folder was taken out")
     older(2, 6)
     with pytest.raises(UserError, match=r"--min_nodes needs torchft, and that torch 2\.7 or later; this is .*: leave it out"):
-        members.torchft()
+        members.load_torchft()
 
 
 # --- Packages -------------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class Hub:
         self._strangers: dict[Connection, tuple[float, str]] = {}
         # {why, as _refuse() has it: how many connections}
         self._refused: collections.Counter = collections.Counter()
-        self._counted_at = -math.inf  # when the log last had a line of them
+        self._refused_logged_at = -math.inf  # when the log last had a line of them
         # whether all nodes have joined; further ones are then refused, unless `stays_open`
         self._complete = False
         self._listener = listener
@@ -138,7 +138,8 @@ class Hub:
         if self._accepts_again_at and now > self._accepts_again_at:
             self._accepts_again_at = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)
-        self._count_strangers(now)
+        if now - self._refused_logged_at >= STRANGERS_LINE_SECONDS:
+            self._log_refused()
         return received
 
     def send(self, **message: Any) -> None:
@@ -151,7 +152,7 @@ class Hub:
         self._close(self.connections.pop(node))
 
     def close(self) -> None:
-        self._count_strangers(math.inf)
+        self._log_refused()
         for connection in [*self.connections.values(), *self._strangers]:
             connection.close()
         self._selector.close()
@@ -247,12 +248,12 @@ class Hub:
             )
             self._refuse(connection, "came when all nodes were there")
             return
-        fault = self._fault_of(hello, host)
-        if fault and not self._complete:
-            raise self._ending(fault, connection)
-        if fault:
-            connection.tell(refused=fault)
-            self._refuse(connection, "differed from the others")
+        reason = self._reason_to_refuse(hello, host)
+        if reason and not self._complete:
+            raise self._ending(reason, connection)
+        if reason:
+            connection.tell(refused=reason)
+            self._refuse(connection, "do not fit the others")
             return
         node = hello["node"]
         del self._strangers[connection]
@@ -260,9 +261,9 @@ class Hub:
         self.connections[node] = connection
         self.hellos[node] = {**hello, "host": host, "ahead": hello["clock"] - time.time()}
 
-    def _fault_of(self, hello: dict[str, Any], host: str) -> Optional[str]:
-        """Return why a node of this job cannot join: its number,
-        or a value that all nodes must have alike."""
+    def _reason_to_refuse(self, hello: dict[str, Any], host: str) -> Optional[str]:
+        """Return why the node that sent this `hello` cannot join: its number is too large or taken, or one of
+        its `alike` values is not that of this node. None if it can."""
         own_hello = self._hello
         own_host = own_hello["host"]
         node = hello["node"]
@@ -296,17 +297,17 @@ class Hub:
             self._selector.unregister(connection)
         connection.close()
 
-    def _count_strangers(self, now: float) -> None:
-        """Say how many connections were refused, and why,
-        if there are any and the last such line is long ago."""
-        if self._refused and now - self._counted_at >= STRANGERS_LINE_SECONDS:
-            self._counted_at = now
-            kinds = ", ".join(f"{total} {why}" for why, total in self._refused.most_common(5))
-            total = sum(self._refused.values())
-            self._say(
-                f"closed {count(total, 'connection')} that did not prove to belong to this job: {kinds}"[:500]
-            )
-            self._refused.clear()
+    def _log_refused(self) -> None:
+        """Log how many connections were refused since the last such line, and why;
+        nothing if there were none."""
+        if not self._refused:
+            return
+        kinds = ", ".join(f"{total} {why}" for why, total in self._refused.most_common(5))
+        total = sum(self._refused.values())
+        line = f"closed {count(total, 'connection')} that did not prove to belong to this job: {kinds}"
+        self._say(line[:500])
+        self._refused.clear()
+        self._refused_logged_at = time.monotonic()
 
     def _ending(self, reason: str, *newcomers: Connection) -> UserError:
         """Tell all nodes that have joined, and these, that the job ends; return the error to raise."""

@@ -134,9 +134,9 @@ class Console(Observer):
     def log_due(
         self, facts: Facts, loss: float, lr: float, speed: dict, seconds_left: Optional[float], skipped: int
     ) -> None:
-        """Show these figures: the bar has them with its next update; without a bar, print a line, unless the
-        last one is too recent. After the first ones, import what the files need, and say once what helps a
-        slow loader."""
+        """Without a bar, print a line of these figures, unless the last one is too recent; a bar only takes
+        the time left from them. After the first ones, import what the files need; say once what helps a slow
+        loader."""
         now = time.monotonic()
         step, steps = facts.plan.step_of_the_epoch(facts.position)
         self._expected_end = None if seconds_left is None else now + seconds_left

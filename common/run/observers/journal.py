@@ -71,8 +71,8 @@ class Journal(Observer):
         self._write_row(facts, self._last_row[2])
 
     def failed(self, facts: Facts, error: BaseException) -> None:
-        # they know the cause and record it
         if not (is_victim(error) and (heartbeat.has_parent() or heartbeat.has_watcher())):
+            # they know the cause and record it
             reason = one_line(f"{type(error).__name__}: {error}")[:500]
             self._write_event("end", how="failed", why=reason, **facts.position.row(facts.position.epoch))
 

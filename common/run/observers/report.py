@@ -37,8 +37,8 @@ class Report(Observer):
         if scores is not None:
             self._scores = scores
             self._epoch = facts.position.epoch
-            # before the checkpoint, after which a start does not evaluate again
             if facts.plan.limit(facts.position):
+                # Before the last checkpoint: a start after that does not evaluate again.
                 self.write_text(scores)
 
     def log_due(self, _facts: Facts, **_: object) -> None:
@@ -62,7 +62,7 @@ class Report(Observer):
         to report.txt."""
         if not self._side_files.writes:
             return
-        self._write_scores()
+        self._write_new_scores()
         confusion = scores.confusion
         classes = [one_line(name) for name in scores.classes]  # folders have any name
         lines = []
@@ -79,12 +79,13 @@ class Report(Observer):
         if not self._side_files.writes:
             return
         began_at = time.monotonic()
-        self._write_scores()
+        self._write_new_scores()
         moments.announce("written", self._folder, self._side_files.write)
         now = time.monotonic()
         self._page_due_at = now + max(REPORT_SECONDS, 100 * (now - began_at))
 
-    def _write_scores(self):
+    def _write_new_scores(self) -> None:
+        """Write report.json and examples/mistakes.png if there are scores that they do not have yet."""
         if self._scores is None or self._scores is self._written_scores:
             return
         content = self._scores.as_json()
