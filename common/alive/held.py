@@ -10,6 +10,8 @@ from typing import Optional
 from common.alive import patience
 
 DISK = "a disk or a mount"
+# Without a look; shorter pauses are those of a busy machine.
+ASLEEP_SECONDS = 6.0
 # the kernel function that waits for the daemon of a FUSE mount: in state S, not D
 FUSE = "request_wait_answer"
 
@@ -27,8 +29,8 @@ class BlockedThreads:
         blocked for least_seconds(). It sees only what lasts from one call to the next, so call it again and
         again."""
         now = time.monotonic()
-        if now - self._last_look > 2 * least_seconds():  # not called in between: count from now on
-            self._since = {}
+        if now - self._last_look > ASLEEP_SECONDS:
+            self._since = {}  # this process was suspended, and the rank, too: count from now on
         if now - self._last_look >= least_seconds() / 5:
             # not at every call: there may be hundreds of threads
             self._since = {wait: self._since.get(wait, now) for wait in waits_of(pid)}
