@@ -45,6 +45,12 @@ def empty(tmp_path):
     return tmp_path / "upload"
 
 
+@pytest.fixture
+def untried(monkeypatch):
+    """No bundle is started: the subject is what is in it, and a start takes seconds, of torch's import."""
+    monkeypatch.setattr(bundle, "try_out", lambda boot, needed: "")
+
+
 def write(folder, name, change=lambda text: text, wanted=()):
     path = folder / name
     path.write_text(change(bundle.bundle(ROOT / "jobs" / name, wanted)))
@@ -173,7 +179,7 @@ def test_a_trial_needs_its_own_feature_alone(feature, options, words, empty):
     assert words in done.stdout + done.stderr
 
 
-def test_a_feature_that_is_asked_for_is_in_the_file_and_in_the_folder(empty, capsys):
+def test_a_feature_that_is_asked_for_is_in_the_file_and_in_the_folder(empty, capsys, untried):
     job, lean, asked = str(ROOT / "jobs" / "train.py"), empty / "lean.py", empty / "asked.py"
     for words in (
         ["-o", str(lean)],
@@ -212,7 +218,7 @@ def test_a_job_that_publishes_by_itself_has_the_buckets(tmp_path, monkeypatch):
     assert bundle.bundle("my job.py", ()) == bundle.bundle(tmp_path / "my job.py", ())
 
 
-def test_what_a_feature_needs_is_asked_for(empty):
+def test_what_a_feature_needs_is_asked_for(empty, untried):
     job, out = str(ROOT / "jobs" / "train_imagenet.py"), ["-o", str(empty / "job.py")]
     for words, packages in (
         (["--with", "dali", "--with", "dpex,doctor"], ["nvidia-dali-cuda120", "ray"]),
@@ -509,7 +515,7 @@ def test_a_bundle_says_by_which_version_it_was_made(deep, tmp_path):
     assert bundle.main([job, "-o", str(old)]) == 0 and VERSION in old.read_text()
 
 
-def test_what_is_no_job_and_what_somebody_wrote_is_refused(tmp_path, capsys):
+def test_what_is_no_job_and_what_somebody_wrote_is_refused(tmp_path, capsys, untried):
     (tmp_path / "mine.py").write_text("print('mine')\n")
     (tmp_path / "with_settings.py").write_text("import mine\n" + (ROOT / "jobs" / "train.py").read_text())
     (tmp_path / "half.py").write_text("print(\n")
