@@ -66,7 +66,7 @@ def start(
     norms.add_options(parser)
     if options:
         options(parser)
-    option_names = {action.dest for action in parser._actions}
+    option_names = {action.dest for action in arguments.declared.actions(parser)}
     for name in defaults:
         if name not in option_names:
             raise TypeError(

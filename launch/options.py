@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, NoReturn, Optional, Union
 
-from common.arguments import typed
+from common.arguments import declared, typed
 from common.errors import TrainingFailed, UserError, file_error, one_line
 from common.secrets import HIDDEN, is_secret
 
@@ -22,7 +22,7 @@ class VerbParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message, with the values of secret options masked, and exit with 2."""
-        takes_a_job = any(action.dest == "job" for action in self._actions)
+        takes_a_job = any(action.dest == "job" for action in declared.actions(self))
         if takes_a_job and message.startswith("unrecognized arguments"):
             message += "; the job's own options come after --"
         super().error(re.sub(r"(--[A-Za-z][\w-]*)[= ](\S+)", _masked, one_line(message)))

@@ -1,11 +1,14 @@
 """The command-line options of a job: which there are (options.py), and how they may be typed (typed.py).
 
-parser = arguments.general_parser(__doc__, ...)      # a job may add options of its own here:
-parser.add_argument(...) args = arguments.parse(parser)                       # args.world: node and rank of
-this process; args.input: its data;
-                                                     # args.given: {option: value} as on the command line.
+    parser = arguments.general_parser(__doc__, ...)
+    parser.add_argument(...)                         # options of the job's own
+    args = arguments.parse(parser)
+
+args.world: node and rank of this process; args.input: its data; args.given: {option: value} as on the command
+line.
 """
 
+from common.arguments import declared
 from common.arguments.options import (
     COUNT,
     POSITIVE,
@@ -41,6 +44,7 @@ __all__ = [
     "add_label_smoothing",
     "bare_parser",
     "boolean",
+    "declared",
     "explain",
     "general_parser",
     "group",

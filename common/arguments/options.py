@@ -12,7 +12,7 @@ from typing import Any, Callable, NoReturn, Optional
 
 from common import VERSION, moments, secrets, world
 from common.alive import heartbeat, patience
-from common.arguments import typed
+from common.arguments import declared, typed
 from common.arguments.typed import boolean
 from common.errors import UserError, one_line, report_failure
 from common.world import folders
@@ -119,7 +119,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
         return "true|false" if action.type is boolean else super()._get_default_metavar_for_optional(action)
 
 
-def add_label_smoothing(group: argparse._ArgumentGroup) -> None:
+def add_label_smoothing(group: declared.Group) -> None:
     """Add --label_smoothing."""
     fraction = number(float, at_least=0, below=1)
     group.add_argument(
@@ -127,7 +127,7 @@ def add_label_smoothing(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_compile(group: argparse._ArgumentGroup) -> None:
+def add_compile(group: declared.Group) -> None:
     """Add --compile, for jobs that call devices.compile_network()."""
     compile_help = "torch.compile the network and the loss: faster steps, after first ones that take a minute"
     group.add_argument("--compile", type=boolean, default=False, help=compile_help)
@@ -312,21 +312,21 @@ def growth(args: argparse.Namespace, global_batch: int) -> float:
 
 def explain(parser: Parser, **texts: str) -> None:
     """Replace the help of options whose meaning differs in this job: option=text."""
-    for action in parser._actions:
+    for action in declared.actions(parser):
         action.help = texts.get(action.dest, action.help)
 
 
 def add_aliases(parser: Parser, names: Mapping[str, str]) -> None:
     """Accept other names for options: {other name: option}, both without dashes."""
     for name, option in names.items():
-        action = parser._option_string_actions[f"--{option}"]
-        action.option_strings = [*action.option_strings, f"--{name}"]
-        parser._option_string_actions[f"--{name}"] = action
+        action = declared.option(parser, f"--{option}")
+        assert action is not None, option
+        declared.add_name(parser, action, f"--{name}")
 
 
-def group(parser: Parser, title: str) -> argparse._ArgumentGroup:
+def group(parser: Parser, title: str) -> declared.Group:
     """Return the group of options whose title begins with `title`."""
-    return next(group for group in parser._action_groups if (group.title or "").startswith(title))
+    return next(group for group in declared.groups(parser) if (group.title or "").startswith(title))
 
 
 def parse(
@@ -338,12 +338,12 @@ def parse(
     """
     words, remarks = parser.respell(parser, sys.argv[1:] if argv is None else argv)
     words = typed.normalize(parser, words)
-    defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
+    defaults = {action.dest: parser.get_default(action.dest) for action in declared.actions(parser)}
     recipes = [word.partition("=")[2] for word in words if word.startswith("--recipe=")]
     if recipes:
         parser.set_defaults(**parser.recipes.get(recipes[-1], {}))
     args, unknown = parser.parse_known_args(words)
-    actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
+    actions = (declared.option(parser, word.partition("=")[0]) for word in words)
     given_names = {action.dest for action in actions if action}
     args.given = {name: value for name, value in vars(args).items() if name in given_names}
     args.changed = {

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Iterable
 from typing import Optional
 
+from common.arguments import declared
 from common.errors import one_line
 from common.world import advice_for_several_devices
 
@@ -59,7 +60,7 @@ def normalize(parser: argparse.ArgumentParser, argv: list[str], from_a_console: 
         word = words.pop()
         name, separator, value = word.partition("=")
         name = _canonical_name(parser, name)
-        action = parser._option_string_actions.get(name)
+        action = declared.option(parser, name)
         if action is None or action.nargs == 0 or not name.startswith("--"):
             normalized.append(word)
         elif separator:
@@ -78,7 +79,7 @@ def _may_be_value(parser: argparse.ArgumentParser, word: str) -> bool:
     if word.strip().lower() in YES_OR_NO:
         return True
     # An option, a path, or any word where there are arguments without a name is left to argparse.
-    takes_arguments = any(not action.option_strings for action in parser._actions)
+    takes_arguments = any(not action.option_strings for action in declared.actions(parser))
     looks_like_path = os.sep in word or os.path.exists(word)
     return not (takes_arguments or word.startswith("-") or looks_like_path)
 
@@ -86,7 +87,7 @@ def _may_be_value(parser: argparse.ArgumentParser, word: str) -> bool:
 def _canonical_name(parser: argparse.ArgumentParser, name: str) -> str:
     """Return --batch_size for --batch-size if there is such an option; any other name unchanged."""
     canonical = "--" + name[2:].replace("-", "_")
-    return canonical if name.startswith("--") and canonical in parser._option_string_actions else name
+    return canonical if name.startswith("--") and declared.option(parser, canonical) else name
 
 
 def _with_value(name: str, value: str) -> list[str]:
@@ -99,7 +100,7 @@ def _with_value(name: str, value: str) -> list[str]:
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
     """Return the names of all options, without dashes before them."""
-    return [option.lstrip("-") for action in parser._actions for option in action.option_strings]
+    return [option.lstrip("-") for action in declared.actions(parser) for option in action.option_strings]
 
 
 def unknown_options(

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Optional
 
-from common.arguments import YES_OR_NO, boolean
+from common.arguments import YES_OR_NO, boolean, declared
 
 FOLDER_OPTION = "--data_url"
 RECIPE = "--recipe=nvidia"
@@ -136,7 +136,7 @@ def _takes_next(parser: argparse.ArgumentParser, name: str, words: list[str]) ->
     none begins with --."""
     if not words or words[-1].startswith("--"):
         return False
-    action = parser._option_string_actions.get(name)
+    action = declared.option(parser, name)
     if action is not None and action.type is boolean:
         return words[-1].strip().lower() in YES_OR_NO
     return action is None or action.nargs != 0
