@@ -1,11 +1,12 @@
 """The errors with which a job ends: one line on stderr and a documented exit code,
 no traceback for a user's mistake.
 
-0    finished, or stopped on purpose (--max_hours): start again to go on
-1    the training itself failed (a loss that is not a number, a lost node), or the doctor has found something
-bad 2    an option or the environment is wrong; the line says what was given, what is allowed and what to do
-130  interrupted with Ctrl-C, after saving
-143  stopped by the platform (SIGTERM), after saving
+    0    finished, or stopped on purpose (--max_hours): start again to go on
+    1    the training itself failed (a loss that is not a number, a lost node), or the doctor has found
+         something bad
+    2    an option or the environment is wrong; the line says what was given, what is allowed and what to do
+    130  interrupted with Ctrl-C, after saving
+    143  stopped by the platform (SIGTERM), after saving
 """
 
 import contextlib

@@ -1,9 +1,8 @@
 """The names of checkpoints and of weights: every other file asks here.
 
-checkpoints/000000012800.pt      a checkpoint, whose number is the samples seen; 000000012800.json is its
-manifest checkpoints/000000012800-2.pt    in a bucket: one that the second start of a run has saved
-(starts.py) epoch_3.pth                      the weights of an epoch, with epoch_3.pth.sha256 and epoch_3.json
-beside them
+checkpoints/000000012800.pt    a checkpoint, whose number is the samples seen; its manifest is .json
+checkpoints/000000012800-2.pt  in a bucket: one that the second start of a run has saved (starts.py)
+epoch_3.pth                    the weights of an epoch, with epoch_3.pth.sha256 and epoch_3.json beside
 """
 
 import re

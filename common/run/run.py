@@ -450,9 +450,8 @@ class Run:
     #      ... the loop asks for its next batch ...
     #   4. the ranks agree on what is due
     #   5. the state is saved in the background, if all losses are numbers; the next save reports an error of
-    # this one;
-    #      after the last step of an epoch the save comes after end_epoch(), which has the results of the
-    # evaluation
+    #      this one; after the last step of an epoch the save comes after end_epoch(), which has the results
+    #      of the evaluation
     #   6. the run stops if told to, after it has been saved
     def step(self, loss: torch.Tensor) -> None:
         """Count and report the step just taken; the last one of a trial exits.

@@ -1,7 +1,7 @@
 """Fetch data and publish results: the same for a mounted folder, a bucket and a web server.
 
-folder = fetch(url, folder)     what to read: the path itself, or a folder that now holds what the address
-names publish(path, url)              a file or folder, to a path or a bucket
+folder = fetch(url, folder)  # what to read: the path itself, or a folder with what is at the address
+publish(path, url)           # a file or folder, to a path or a bucket
 """
 
 import hashlib

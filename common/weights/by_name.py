@@ -1,9 +1,8 @@
 """Weights by name, as torchvision and timm call them: what file it is,
 and how the pictures were made that they have seen.
 
---weights ResNet50_Weights.DEFAULT, IMAGENET1K_V2 or DEFAULT       of torchvision, for --arch
---arch timm/NAME --weights pretrained                              of timm, from Hugging Face's hub or its
-mirror HF_ENDPOINT
+    --weights ResNet50_Weights.DEFAULT     of torchvision; IMAGENET1K_V2 or DEFAULT for that of --arch
+    --arch timm/NAME --weights pretrained  of timm, from Hugging Face's hub or its mirror HF_ENDPOINT
 """
 
 import argparse

@@ -8,9 +8,9 @@ Replaced or added are:
 - A deadline for a whole operation and for the name lookup. pymemcache's timeouts begin anew with every call.
 - A client for each thread: a HashClient shared by threads raises exceptions if a server dies.
 - A connection that the server has closed, as after a restart, is opened again at once: pymemcache gives a
-miss.
+  miss.
 - The login of memcached -Y; checks of lengths; no retry of samples that are too large for a server; log lines
-about servers.
+  about servers.
 
 `python -m tests.benchmarks.memcached` measures what they bring (tests/benchmarks/RESULTS.md). Only cache.py
 imports this module, and only inside a function, because pymemcache is an optional package.
