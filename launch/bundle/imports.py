@@ -7,7 +7,7 @@ import itertools
 import re
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Union
@@ -68,27 +68,34 @@ def _texts_in(path: Path) -> list[str]:
     ]
 
 
-def names_in(path: Path, at_once: bool = False) -> Iterator[str]:
-    """Yield the dotted names that a file imports, each a module or a name in one;
+def names_in(path: Path, at_once: bool = False) -> Sequence[str]:
+    """Return the dotted names that a file imports, each a module or a name in one;
     UserError for a relative import.
 
     `at_once`: only those that are imported with the file itself, and not when one of its functions is called,
     or for types.
     """
-    nodes = _nodes(path)
+    return _names_in(path.read_text(encoding="utf-8"), str(path), at_once)
+
+
+@functools.lru_cache(maxsize=1000)
+def _names_in(source: str, path: str, at_once: bool) -> Sequence[str]:
+    nodes = _parse(source, path)
     skipped = {inner for node in nodes if at_once and _is_skipped_at_import(node) for inner in ast.walk(node)}
+    names = []
     for node in nodes:
         if node in skipped:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 raise UserError(
                     f"{one_line(path)}:{node.lineno}: `{ast.unparse(node)}` is a relative import, which does "
                     "not work in a bundle: import it by its full name, such as common.files"
                 )
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def has_our_import(statement: ast.stmt) -> bool:
