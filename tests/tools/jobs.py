@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600  # seconds, for what takes some on an idle machine: only what hangs takes so long on a busy one
 
 # A whole run in a few seconds: 4 steps an epoch on a network of a few thousand parameters.
-TINY = ["--custom_data", "true", "--max_samples", "256", "--batch_size", "64", "--width", "4", "--epochs", "2"]
+TINY = ["--custom_data", "true", "--max_samples", "256", "--batch_size", "64", "--width", "2", "--epochs", "2"]
 
 # Of torchvision's networks one that takes a third of the time of resnet18, mostly for its checkpoints.
 NETWORK = ["--arch", "shufflenet_v2_x0_5"]

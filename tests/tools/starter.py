@@ -10,8 +10,10 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib.util
 import json
 import os
+import py_compile
 import runpy
 import signal
 import subprocess
@@ -20,6 +22,7 @@ import tempfile
 import threading
 import traceback
 import types
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -29,6 +32,7 @@ IMPORTS = ["boto3", "hypothesis", "torch._dynamo", "torch.distributed.elastic.mu
 
 
 OURS = ("common", "datasets", "launch")
+ROOT = Path(__file__).resolve().parents[2]
 PATH = list(sys.path)
 
 
@@ -178,7 +182,18 @@ def answer(order):
     return os.waitpid(*order["wait"])
 
 
+def compile_ours():
+    """Compile all that every run reads anew. Where Python is told to write no bytecode, each would do it itself: a tenth of a
+    second. Each file goes by its content, so that one that was changed is never taken for the one before."""
+    for path in (path for folder in OURS for path in (ROOT / folder).rglob("*.py")):
+        cached = Path(importlib.util.cache_from_source(str(path)))
+        checked = importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little") + importlib.util.source_hash(path.read_bytes())
+        if not cached.exists() or cached.read_bytes()[: len(checked)] != checked:
+            py_compile.compile(str(path), invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+
+
 def load():
+    compile_ours()
     for name in IMPORTS:
         __import__(name)
     from botocore import session

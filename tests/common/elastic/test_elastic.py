@@ -15,7 +15,7 @@ from tests.tools.jobs import PATIENCE, ROOT, Popen, assert_same_bits, environmen
 from tests.tools.objectstore import free_port
 from tests.tools.ranks import LOOPBACK, LOOPBACK_6, children, listening, workers_of
 
-SMALL = ["--custom_data", "true", "--max_samples", "160", "--batch_size", "8", "--width", "4"]
+SMALL = ["--custom_data", "true", "--max_samples", "160", "--batch_size", "8", "--width", "2"]
 SHARES = ["--shares", "4"]
 
 

@@ -18,7 +18,7 @@ from tests.tools.jobs import ROOT, assert_same_bits, final_state, in_rehearsal, 
 from tests.tools.ranks import fork_ranks
 
 SHARES = 5
-SMALL = ["--custom_data", "true", "--max_samples", "160", "--batch_size", "8", "--width", "4", "--epochs", "2"]
+SMALL = ["--custom_data", "true", "--max_samples", "160", "--batch_size", "8", "--width", "2", "--epochs", "2"]
 EXACT = [*SMALL, "--shares", str(SHARES)]
 STEPS = 4  # of an epoch
 

@@ -19,7 +19,7 @@ from common.weights.files import unwrapped
 from common.weights.tensors import read
 from tests.tools.jobs import ROOT, assert_same_bits, final_state, in_rehearsal, run_forked
 
-SMALL = ["--custom_data", "true", "--max_samples", "128", "--batch_size", "32", "--width", "4", "--epochs", "3"]  # of 4 steps
+SMALL = ["--custom_data", "true", "--max_samples", "128", "--batch_size", "32", "--width", "2", "--epochs", "3"]  # of 4 steps
 OFTEN = ["--save_steps", "1", "--output_dir", "out"]
 
 # Where something is put into jobs/train.py: {place: (the text that stands there, what stands there then)}.
