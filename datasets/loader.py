@@ -152,8 +152,9 @@ class DeviceLoader(Loader):
         pin_memory: bool = True,
         layout: Optional[torch.memory_format] = None,
     ):
-        """`mean`, `std`: of pixels from 0 to 1; `augment`: for uint8 batches; `layout`:
-        memory format (None: the fastest)."""
+        """`mean`, `std`: of pixels from 0 to 1; `augment`: for uint8 batches.
+
+        `layout`: memory format (None: the fastest)."""
         super().__init__(batches, sampler, device, pin_memory)
         self.dtype = dtype
         self._augment = augment

@@ -45,8 +45,10 @@ def roots(folder: str) -> list[str]:
 
 
 def for_all(options: argparse.Namespace, work: Callable[..., Any]) -> tuple[Counter[Any], Counter[Any]]:
-    """Call `work(key, path, stat)` for each image of options.root; return {result:
-    number of images} and {result: bytes}."""
+    """Call `work(key, path, stat)` for each image of options.root.
+
+    Return {result: number of images} and {result: bytes}.
+    """
     paths_of = {
         root: [os.path.join(root, name) for name in files.images_below(root)] for root in roots(options.root)
     }

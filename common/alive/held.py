@@ -81,8 +81,10 @@ def threads(pid: int) -> list[int]:
 
 
 def state(folder: str) -> str:
-    """Return the letter of the state of a process or thread, such as D or T. `folder`:
-    its folder below /proc."""
+    """Return the letter of the state of a process or thread, such as D or T.
+
+    `folder`: its folder below /proc.
+    """
     return _read(f"{folder}/stat").rpartition(")")[2].split()[0]
 
 

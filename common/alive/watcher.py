@@ -98,8 +98,9 @@ class Watcher:
         return True
 
     def _may_leave(self, seconds: float) -> bool:
-        """Whether this watcher may end, `seconds` after its rank has:
-        it may have to wait for the others or a verdict."""
+        """Whether this watcher may end, `seconds` after its rank has.
+
+        It may have to wait for the others, or for a verdict."""
         loop = self._loop
         if self.workers_finished():
             if loop.connection:

@@ -26,8 +26,9 @@ PHASE_OF_HEARTBEAT = {
 
 class Clock:
     def __init__(self, line_every: Optional[int] = None, test_samples: int = 0):
-        """`line_every`: steps between lines of the log (unset: LINE_SECONDS); `test_samples`:
-        samples of an evaluation."""
+        """`line_every`: steps between lines of the log (unset: LINE_SECONDS).
+
+        `test_samples`: samples of an evaluation."""
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._phase = ""
         self._last_read_at = time.monotonic()

@@ -51,8 +51,9 @@ class Scores:
         self, classes: list[str], device: torch.device, pixels: Optional[Callable] = None,
         file_of: Optional[Callable[[int], str]] = None,
     ):  # fmt: skip
-        """`pixels`: makes uint8 (N, 3, H, W) of the network's input; `file_of`:
-        returns the name of a sample's file by id."""
+        """`pixels`: makes uint8 (N, 3, H, W) of the network's input.
+
+        `file_of`: returns the name of a sample's file by id."""
         self.classes = classes
         self._pixels = pixels
         self._file_of = file_of

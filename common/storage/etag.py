@@ -109,8 +109,9 @@ class Hasher:
     def __init__(
         self, digest: Optional[str], size: int, part_size: int, make: Callable[[], Any] = hashlib.md5
     ) -> None:
-        """`digest`: in hex, with -N for N parts of `part_size` (guessed if it does not fit N); None:
-        nothing is compared."""
+        """`digest`: in hex, with -N for N parts of `part_size` (guessed if it does not fit N).
+
+        None: nothing is compared."""
         self._expected = digest
         self._part_count = int(digest.partition("-")[2] or 0) if digest else 0
         # the store has not stated it

@@ -389,6 +389,14 @@ def test_keys_with_any_signs_are_each_fetched(store):
         assert Path(folder, "x").read_bytes() == b"%d" % number
 
 
+def test_what_an_unfinished_file_has_is_no_more_than_its_object(tmp_path):
+    item = bucket.Item("data", 100, "")
+    path = Path(index.unfinished_path(str(tmp_path), "data") + ".part")
+    path.parent.mkdir()
+    path.write_bytes(b"ten bytes ")
+    assert 10 <= listing._bytes_on_disk(str(tmp_path), "data", item, ".part") <= 100
+
+
 def test_a_full_disk_is_known_before_the_first_byte(store, monkeypatch):
     real = os.statvfs
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result([*real(path)[:3], 100, 100, *real(path)[5:]]))

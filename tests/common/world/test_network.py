@@ -18,6 +18,7 @@ from tests.tools.jobs import (
     forked,
     run_forked,
 )
+from tests.tools.packages import namespaces
 
 ADDRESSES = """
 import os
@@ -50,7 +51,8 @@ def test_the_interface_of_the_other_nodes_is_taken_unless_the_user_has_named_one
     assert network.interfaces("127.0.0.1") == {}
 
 
-def test_each_address_of_an_interface_is_found(tmp_path):
+def test_each_address_of_an_interface_is_found():
+    namespaces()
     addresses = "ip link set lo up; ip addr add 10.9.9.8/8 dev lo label lo:1; ip addr add 10.9.9.9/8 dev lo; ip addr add fd00::9/64 dev lo"
     asks = "import sys; from common.world.network import interface_of; print(*map(interface_of, sys.argv[1:]))"
     asked = ["127.0.0.1", "10.9.9.8", "10.9.9.9", "fd00::9", "10.9.9.7", "::ffff"]
