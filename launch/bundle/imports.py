@@ -32,9 +32,12 @@ def modules_of(job: Union[str, Path], without: Collection[str] = ()) -> list[str
     Neither the files in `without` are among them, nor what those alone import.
     """
     module_paths: set[str] = set()
+    looked_up: set[str] = set()
     remaining = [Path(job)]
     while remaining:
-        for name in names_in(remaining.pop()):
+        new_names = set(names_in(remaining.pop())) - looked_up
+        looked_up |= new_names
+        for name in new_names:
             imported = itertools.takewhile(lambda file: file not in without, files_of(name))
             new = set(imported) - module_paths
             module_paths |= new
@@ -129,8 +132,11 @@ def files_of(name: str) -> list[str]:
 def require_bundled_imports(job: Path) -> None:
     """Raise UserError for imports that a bundle would lack: from the job's folder,
     or from ROOT beside common and datasets."""
+    looked_up: set[str] = set()
     for path in (job, *(path_of(module_path) for module_path in modules_of(job))):
-        for name in sorted({name.split(".")[0] for name in names_in(path)}):
+        new_names = {name.split(".")[0] for name in names_in(path)} - looked_up
+        looked_up |= new_names
+        for name in sorted(new_names):
             for folder in {job.parent.resolve(), ROOT}:
                 # Beside a script there may be a clone of anyrank.
                 is_ours = name == "anyrank" or (folder == ROOT and name in OURS)
