@@ -27,7 +27,7 @@ from tests.tools.packages import namespaces
 from tests.tools.ranks import LONG, workers_of
 
 TIMEOUT = 60
-OPTIONS = [*LONG, "--batch_size", "16", "--save_steps", "1"]
+OPTIONS = [*LONG, "--batch_size", "4", "--save_steps", "1"]
 ADDRESS, PORT = "10.77.0.1", 6666
 
 

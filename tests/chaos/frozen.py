@@ -28,11 +28,11 @@ from tests.tools.stores import copied
 
 SAVES = ["--save_steps", "1", "--epochs", "3", "--ledger", "true"]
 HOW = {
-    "one process": ("train", [*TWO, "--batch_size", "64", *SAVES]),
+    "one process": ("train", [*TWO, "--batch_size", "16", *SAVES]),
     "once for a node": ("train_ddp", [*TWO, *SAVES, "--nproc_per_node", "2"]),
     "once for each rank": ("train_ddp", [*TWO, *SAVES]),
 }
-# What to stop before: the operation, and what its path or key matches. Numbers of samples come in steps of 64.
+# What to stop before: the operation, and what its path or key matches. Numbers of samples come in steps of 16.
 MOMENTS = {
     "in a rename": [("rename", "*/checkpoints/*.pt"), ("rename", "*/epoch_*.pth"), ("rename", "*/metrics.jsonl"),
                     ("rename", "*/state.json"), ("rename", "*/report.json"), ("rename", "*/journal.jsonl")],

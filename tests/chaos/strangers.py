@@ -28,7 +28,7 @@ from tests.chaos.victims import digest
 from tests.tools.jobs import ROOT, TINY, environment, final_state
 from tests.tools.objectstore import free_port
 
-OPTIONS = [*TINY[:4], "--batch_size", "32", *TINY[6:-1]]  # and the number of epochs
+OPTIONS = [*TINY[:4], "--batch_size", "8", *TINY[6:-1]]  # and the number of epochs
 SECRET = "a secret of this program"
 
 

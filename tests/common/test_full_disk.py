@@ -136,7 +136,7 @@ def test_no_event_of_tensorboard_is_lost_when_the_disk_has_room_again(tmp_path, 
 
 def test_weights_that_cannot_be_written_end_the_run_in_one_line_with_the_last_good_checkpoint(finished, tmp_path):
     done = run_full_once([tmp_path / "out" / "epoch_2.pth"], tmp_path, check=1)
-    last = f"last checkpoint {tmp_path}/out/checkpoints/000000000256.pt"
+    last = f"last checkpoint {tmp_path}/out/checkpoints/000000000064.pt"
     (said,) = done.stderr.splitlines()
     assert said.startswith("error: a checkpoint could not be written: [Errno 28] No space left on device, ") and said.endswith(
         last

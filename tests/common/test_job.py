@@ -1,12 +1,10 @@
 """A job whose output nobody takes trains on: its reader has gone, the disk of its log is full, or there is no output at all."""
 
-import fcntl
 import os
 import pty
 import signal
 import subprocess
 import sys
-import termios
 
 import pytest
 
@@ -26,7 +24,7 @@ from tests.tools.jobs import (
     wait_for,
 )
 
-TWO_RANKS = ("--nproc_per_node", 2, "--batch_size", 32)
+TWO_RANKS = ("--nproc_per_node", 2, "--batch_size", 8)
 FULL = "/dev/full"  # every write to it fails as on a full disk
 
 
@@ -68,14 +66,19 @@ def test_a_run_without_an_output_ends_with_the_same_bits(finished, tmp_path):
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
 
 
+HAS_ITS_TERMINAL = """
+import fcntl, runpy, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def in_a_terminal_that_is_closed(folder, job, *options):
     """The job as the leader of a session, whose terminal goes before the first step: the kernel sends it SIGHUP."""
     mine, its = pty.openpty()
-    words = [*command(job, *TINY, *options), "--output_dir", folder / "out"]
-    process = subprocess.Popen(
-        words, cwd=folder, env=environment(), stdin=its, stdout=its, stderr=its, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )  # fmt: skip
+    words = [sys.executable, "-c", HAS_ITS_TERMINAL, *command(job, *TINY, *options)[1:], "--output_dir", folder / "out"]
+    process = Popen(words, cwd=folder, env=environment(), stdin=its, stdout=its, stderr=its, start_new_session=True)
     os.close(its)
     with open(mine, buffering=1, errors="replace") as terminal:
         assert any("a new run: " in line for line in terminal)

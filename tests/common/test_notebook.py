@@ -35,19 +35,26 @@ class Notebook:
         return shown["stdout"], shown["stderr"], shown["error"]
 
 
-@pytest.fixture
-def notebook(tmp_path):
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    """One for all tests: a start takes seven seconds."""
     with contextlib.ExitStack() as stack:
-        kernel = KernelManager(transport="ipc", ip=str(tmp_path / "kernel"))
+        kernel = KernelManager(transport="ipc", ip=str(tmp_path_factory.mktemp("kernel") / "kernel"))
         words = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         kernel._kernel_spec = KernelSpec(argv=words, language="python", display_name="Python")
-        kernel.start_kernel(cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        kernel.start_kernel(env={**os.environ, "PYTHONPATH": str(ROOT)})
         stack.callback(kernel.shutdown_kernel, now=True)
         client = kernel.client()
         client.start_channels()
         stack.callback(client.stop_channels)
         client.wait_for_ready(timeout=60)
         yield Notebook(client)
+
+
+@pytest.fixture
+def notebook(kernel, tmp_path):
+    kernel.run(f"%reset -f\nimport os\nos.chdir({str(tmp_path)!r})\nos.environ.pop('JPY_SESSION_NAME', None)")
+    return kernel
 
 
 def state(folder):

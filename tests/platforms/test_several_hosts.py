@@ -56,8 +56,8 @@ def test_two_hosts_train_evaluate_save_and_resume_at_other_sizes(hosts, tmp_path
 @pytest.mark.rehearsal
 def test_three_hosts(hosts):
     some = hosts(3)
-    run_everywhere(some, 3, *TWO, "--batch_size", 16, "--max_steps", 6)
-    assert "rank 0 of 3" in some.log(0) and "16 of 256 samples" in some.log(0)
+    run_everywhere(some, 3, *TWO, "--batch_size", 4, "--max_steps", 6)
+    assert "rank 0 of 3" in some.log(0) and "4 of 64 samples" in some.log(0)
 
 
 @pytest.mark.rehearsal
@@ -66,7 +66,7 @@ def test_a_busy_machine_raises_no_alarm(hosts):
     some = hosts(2)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * len(os.sched_getaffinity(0)))]
     try:
-        processes = [some.start(number, 2, *TWO, "--nproc_per_node", 2, "--batch_size", 16) for number in range(2)]
+        processes = [some.start(number, 2, *TWO, "--nproc_per_node", 2, "--batch_size", 4) for number in range(2)]
         codes, _ = wait_all(processes, PATIENCE)
     finally:
         for process in busy:
@@ -78,7 +78,7 @@ def test_a_busy_machine_raises_no_alarm(hosts):
 
 def started(some, nodes):
     processes = [some.start(number, nodes, *LONG, "--save_steps", 1) for number in range(nodes)]
-    wait_for(saved(some.folders[0], 2 * 32 * nodes), processes[0], "a few steps")
+    wait_for(saved(some.folders[0], 2 * 8 * nodes), processes[0], "a few steps")
     return processes
 
 
@@ -98,7 +98,7 @@ def test_a_worker_that_dies_restarts_the_workers_of_every_host(hosts):
     some = hosts(2)
     options = [*TWO, "--epochs", "4", "--save_steps", "1", "--max_restarts", "1"]
     processes = [some.start(number, 2, *options) for number in range(2)]
-    wait_for(saved(some.folders[0], 128), processes[0], "a few steps")
+    wait_for(saved(some.folders[0], 32), processes[0], "a few steps")
     os.kill(workers_of(some.pids(1))[1], signal.SIGKILL)
     assert wait_all(processes, PATIENCE)[0] == [0, 0], some.log(0)
     for number in range(2):

@@ -34,7 +34,7 @@ def test_srun_starts_one_task_on_each_node(slurm, two_ranks, tmp_path):
 def test_srun_starts_one_task_per_process(slurm, nodes, two_ranks, tmp_path):
     """Two on one node, or two on each of two, which together take the same batches."""
     each = ["--overcommit", f"-N{nodes}", f"-n{2 * nodes}"]
-    options = [*TWO, "--batch_size", 32 // nodes, "--output_dir", tmp_path / "out"]
+    options = [*TWO, "--batch_size", 8 // nodes, "--output_dir", tmp_path / "out"]
     printed = slurm.run("srun", *each, *command("train_ddp", *options), OMP_NUM_THREADS="1")
     assert f"rank 0 of {2 * nodes}, platform slurm (srun, one task per process)" in printed
     check_ledger(tmp_path / "out")
@@ -124,7 +124,7 @@ def test_time_limits_do_not_use_up_the_retries_and_failures_do(slurm, stand_in, 
 def test_a_warned_job_goes_on_from_its_checkpoint_until_it_is_cancelled(slurm, tmp_path):
     job, _ = slurm.submit(tmp_path, "--nodes", 2, "--cpus", 1, "--", *TWO[:8], "--epochs", 200, "--save_steps", 1)
     log = tmp_path / "out" / f"run-{job}.log"
-    slurm.wait_for(saved(tmp_path, 128), "a few steps")
+    slurm.wait_for(saved(tmp_path, 32), "a few steps")
     slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
     slurm.wait_for(lambda: "Restarts=1 " in slurm.run("scontrol", "show", "job", job), "place in the queue")
     slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")

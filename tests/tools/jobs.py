@@ -18,17 +18,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600  # seconds, for what takes some on an idle machine: only what hangs takes so long on a busy one
 
 # A whole run in a few seconds: 4 steps an epoch on a network of a few thousand parameters.
-TINY = ["--custom_data", "true", "--max_samples", "256", "--batch_size", "64", "--width", "2", "--epochs", "2"]
+TINY = ["--custom_data", "true", "--max_samples", "64", "--batch_size", "16", "--width", "2", "--epochs", "2"]
 
 # Of torchvision's networks one that takes a third of the time of resnet18, mostly for its checkpoints.
 NETWORK = ["--arch", "shufflenet_v2_x0_5"]
 
 
 def in_rehearsal(values, which):
-    """The parameters of a test; those for which which() is true belong to make rehearsal."""
+    """The parameters of a test, a tuple for several; those for which which() is true belong to make rehearsal."""
     import pytest  # here, because tests.gpu runs where there is none
 
-    return [pytest.param(value, marks=pytest.mark.rehearsal) if which(value) else value for value in values]
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*row, marks=[pytest.mark.rehearsal] if which(value) else []) for row, value in zip(rows, values)]
 
 
 def slow_ones_marked(jobs):

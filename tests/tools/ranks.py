@@ -9,9 +9,9 @@ from pathlib import Path
 from tests.tools.jobs import ROOT, TINY, command, environment, forked, run
 from tests.tools.objectstore import free_port
 
-TWO = [*TINY[:4], "--batch_size", "32", *TINY[6:], "--ledger", "true"]  # two ranks: a global batch of 64, as in TINY
+TWO = [*TINY[:4], "--batch_size", "8", *TINY[6:], "--ledger", "true"]  # two ranks: a global batch of 16, as in TINY
 LONG = [*TWO, "--epochs", "200"]
-CHECK = [sys.executable, str(ROOT / "tests" / "check_ledger.py"), "--samples", "256", "--global_batch", "64"]
+CHECK = [sys.executable, str(ROOT / "tests" / "check_ledger.py"), "--samples", "64", "--global_batch", "16"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
 
 # The last rank does something else instead of its third batch.

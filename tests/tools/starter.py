@@ -49,6 +49,7 @@ def become(words, folder, env, descriptors, seconds=0, host=None):
     os.environ.update(env)
     tempfile.tempdir = None  # as another TMPDIR says
     sys.meta_path.insert(0, Without(env.get("WITHOUT", "").split()))
+    forget(env.get("ANEW", "").split())
     for number, descriptor in enumerate(descriptors):
         if descriptor != number:
             os.dup2(descriptor, number)
@@ -63,6 +64,7 @@ def become(words, folder, env, descriptors, seconds=0, host=None):
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)
     subprocess.Popen = subprocess_handler.Popen = Worker  # the second is that of torch's launcher
+    os.execv = become_instead
     leave(lambda: run(words, env))
 
 
@@ -116,12 +118,32 @@ class Without:
 
     def __init__(self, packages):
         self._packages = packages
-        for name in [name for name in sys.modules if name.split(".")[0] in packages]:
-            del sys.modules[name]
+        forget(packages)
 
     def find_spec(self, name, _path=None, _target=None):
         if name in self._packages:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def become_instead(_path, words, execute=os.execv):
+    """os.execv of a job, which does so with Python only: without another second of imports."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        execute(sys.executable, words)
+    os.closerange(3, 1024)
+    forget_ours()
+    become(words[1:], os.getcwd(), dict(os.environ), (0, 1, 2))
+
+
+def forget_ours():
+    """What of it is imported, and what it has left to do at its end."""
+    forget((*OURS, "anyrank"))  # the second is what pip installs
+    atexit._clear()
+
+
+def forget(packages):
+    """They are imported anew, from where they are found then."""
+    for name in [name for name in sys.modules if name.split(".")[0] in packages]:
+        del sys.modules[name]
 
 
 class Worker(subprocess.Popen):
@@ -138,9 +160,7 @@ class Worker(subprocess.Popen):
         sys.stderr.flush()
         self.pid = os.fork()
         if not self.pid:
-            for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
-                del sys.modules[name]
-            atexit._clear()  # what the job has left to do at its own end
+            forget_ours()
             if own_session:
                 os.setsid()
             for number, own in enumerate((read, write, errors)):

@@ -66,7 +66,7 @@ def test_a_reader_of_the_bucket_never_sees_half_a_checkpoint(store, monkeypatch,
         match = re.search(r"/checkpoints/(\d{12})\.(pt|json)$", request.path)
         if match and request.method == "PUT":
             assert match[2] == "pt" or f"{match[1]}.pt" in there, request
-            epoch, rest = divmod(int(match[1]), 256)
+            epoch, rest = divmod(int(match[1]), 64)
             assert match[2] == "pt" or rest or f"epoch_{epoch}.pth.sha256" in weights, request
             there.add(f"{match[1]}.{match[2]}")
         if match and request.method == "DELETE":
@@ -158,20 +158,20 @@ def put_run(store, published, name):
 
 def test_a_damaged_checkpoint_in_the_bucket_is_named_and_the_one_before_used(store, published, tmp_path):
     url = put_run(store, published, "damaged")
-    store.client().put_object(Bucket="data", Key="runs/damaged/checkpoints/000000000512.pt", Body=b"damaged")
+    store.client().put_object(Bucket="data", Key="runs/damaged/checkpoints/000000000128.pt", Body=b"damaged")
     done = run_here(tmp_path, url, "--epochs", 3)
-    assert re.search(r"warning: checkpoint \S+000000000512.pt is damaged", done.stdout), done.stdout
-    assert "going on from" in done.stdout and "000000000256.pt: epoch 2" in done.stdout
+    assert re.search(r"warning: checkpoint \S+000000000128.pt is damaged", done.stdout), done.stdout
+    assert "going on from" in done.stdout and "000000000064.pt: epoch 2" in done.stdout
 
 
 def test_what_a_killed_start_left_without_a_manifest_goes_though_the_next_has_nothing_to_save(store, published, tmp_path):
     url = put_run(store, published, "left")
     names = remote_names(store, "runs/left/checkpoints/")
     store.client().put_object(
-        Bucket="data", Key="runs/left/checkpoints/000000000064.pt", Body=b"whole, but without its manifest"
+        Bucket="data", Key="runs/left/checkpoints/000000000016.pt", Body=b"whole, but without its manifest"
     )
     assert "nothing to do" in run_here(tmp_path, url).stdout
-    assert remote_names(store, "runs/left/checkpoints/") == [name.replace("512.", "512-2.") for name in names]
+    assert remote_names(store, "runs/left/checkpoints/") == [name.replace("128.", "128-2.") for name in names]
     left = ["checkpoints/000000000128.pt", "checkpoints/000000000192.pt", "checkpoints/000000000192.json"]
     assert (
         checkpoint.surplus(left, 2, {"best": {"samples_seen": 128}, "samples_seen": 192}) == left[:1]
@@ -193,7 +193,7 @@ def test_a_restart_on_an_empty_disk_goes_on_also_with_resume_never(store, tmp_pa
     url, fresh = "s3://data/runs/again", ["--resume", "never", "--overwrite", "true"]
     run_here(tmp_path / "first", url, *fresh)
     done = run_here(tmp_path / "second", url, *fresh, "--epochs", 3, MA_SCHEDULE_CNT="2")
-    assert "000000000512.pt: epoch 3" in done.stdout, done.stdout + done.stderr
+    assert "000000000128.pt: epoch 3" in done.stdout, done.stdout + done.stderr
     # Another job, whose first start ended before it could delete anything.
     done = run_here(tmp_path / "other", url, *fresh, MA_SCHEDULE_CNT="2", MA_VJ_NAME="another-job")
     assert "going on from" not in done.stdout and "epoch=1/2 " in done.stdout, done.stdout + done.stderr
@@ -204,11 +204,11 @@ def test_what_the_disk_has_beyond_the_bucket_is_kept_and_another_run_refused(sto
     client, prefix, url = store.client(), "runs/here/", "s3://data/runs/here"
     run_here(tmp_path, url, "--epochs", 3)
     for name in remote_names(store, prefix):
-        if "0768" in name or "0512" in name:
+        if "0192" in name or "0128" in name:
             client.delete_object(Bucket="data", Key=prefix + name)
-    client.put_object(Bucket="data", Key=prefix + "checkpoints/000000000256.json", Body=(manifest := local_manifest(tmp_path)))
+    client.put_object(Bucket="data", Key=prefix + "checkpoints/000000000064.json", Body=(manifest := local_manifest(tmp_path)))
     done = run_here(tmp_path, url, "--epochs", 4)
-    assert "000000000768.pt: epoch 4" in done.stdout, done.stdout + done.stderr
+    assert "000000000192.pt: epoch 4" in done.stdout, done.stdout + done.stderr
     number = remote_names(store, prefix + "checkpoints/")[-1]
     client.put_object(
         Bucket="data",
@@ -220,7 +220,7 @@ def test_what_the_disk_has_beyond_the_bucket_is_kept_and_another_run_refused(sto
 
 
 def local_manifest(tmp_path):
-    return (tmp_path / "output_dir/s3/data/runs/here/checkpoints/000000000768.json").read_bytes()
+    return (tmp_path / "output_dir/s3/data/runs/here/checkpoints/000000000192.json").read_bytes()
 
 
 def test_a_refusal_is_not_taken_for_damage(store, published, tmp_path, monkeypatch):
@@ -228,8 +228,8 @@ def test_a_refusal_is_not_taken_for_damage(store, published, tmp_path, monkeypat
     with faults(store, lambda request: "denied" if request.path.endswith(".pt") else None, monkeypatch):
         done = run_here(tmp_path / "b", url, check=2)
     assert "403 AccessDenied" in done.stderr and "damaged" not in done.stdout + done.stderr
-    done = run_here(tmp_path / "b", "s3://data/runs/next", "--resume", f"{url}/checkpoints/000000000512.pt", "--epochs", 3)
-    assert "000000000512.pt: epoch 3" in done.stdout, done.stdout + done.stderr
+    done = run_here(tmp_path / "b", "s3://data/runs/next", "--resume", f"{url}/checkpoints/000000000128.pt", "--epochs", 3)
+    assert "000000000128.pt: epoch 3" in done.stdout, done.stdout + done.stderr
 
 
 def test_only_what_a_run_leaves_is_ever_deleted(store, tmp_path):
@@ -502,4 +502,4 @@ def test_a_loop_that_is_left_has_its_last_epoch_in_a_checkpoint_in_the_bucket_to
         {path.name for path in tmp_path.rglob("*")},
         {Path(name).name for name in remote_names(store, "runs/left-loop/")},
     ):
-        assert {"epoch_1.pth", "000000000256.json", "000000000256.pt"} <= there and "epoch_2.pth" not in there
+        assert {"epoch_1.pth", "000000000064.json", "000000000064.pt"} <= there and "epoch_2.pth" not in there

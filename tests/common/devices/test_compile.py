@@ -49,7 +49,7 @@ def test_the_loss_is_compiled_with_the_network(monkeypatch):
 
 
 @pytest.mark.rehearsal  # two minutes
-@pytest.mark.parametrize(("job", "options"), [("train", []), ("train_ddp", ["--nproc_per_node", "2", "--batch_size", "32"])])
+@pytest.mark.parametrize(("job", "options"), [("train", []), ("train_ddp", ["--nproc_per_node", "2", "--batch_size", "8"])])
 def test_the_weights_are_nearly_those_without_it_and_a_run_goes_on_with_it(tmp_path, job, options):
     packages.program("g++")
     for name in ("plain", "compiled"):

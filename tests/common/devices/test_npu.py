@@ -148,7 +148,7 @@ def test_a_signal_saves_and_the_next_start_goes_on(tmp_path):
     words = command("train", *TINY, "--epochs", "200", "--save_steps", "5", "--output_dir", tmp_path / "out")
     with open(tmp_path / "log", "w") as log:
         job = subprocess.Popen(words, cwd=tmp_path, env=environment(**npu.environment(1)), stdout=log, stderr=log)
-        wait_for(saved(tmp_path, 320), job, "a checkpoint")
+        wait_for(saved(tmp_path, 80), job, "a checkpoint")
         job.send_signal(signal.SIGTERM)
         assert job.wait(PATIENCE) == 143
     printed = play(tmp_path, *words, "--max_steps", "30", devices=1)
@@ -191,7 +191,7 @@ def logs(folder):
 def test_two_nodes_of_two_cards_end_and_go_on_when_a_rank_is_lost(tmp_path, fault, said):
     options = [*TINY, "--epochs", "400", "--save_steps", "5"]
     with cards(tmp_path, *options) as started:
-        wait_for(saved(tmp_path, 5 * 256), started[0], "a checkpoint")
+        wait_for(saved(tmp_path, 5 * 64), started[0], "a checkpoint")
         os.kill(started[3].pid, fault)
         codes = [process.wait(PATIENCE) for process in started[:3]]
     assert all(codes) and re.search(f"error: rank 3 .*({said})", logs(tmp_path)), logs(tmp_path)

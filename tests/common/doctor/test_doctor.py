@@ -126,7 +126,7 @@ def test_a_read_only_output_and_a_batch_that_no_data_fill(tmp_path):
     found = faults(done.stdout)
     assert done.returncode == 1 and set(found) == {"output", "job"}, done.stdout + done.stderr
     assert found["output"][:2] == (BAD, f"cannot write to {tmp_path}/out: Read-only file system")
-    assert "an epoch would have no step: 256 samples are fewer than one global batch of 2048" in found["job"][1]
+    assert "an epoch would have no step: 64 samples are fewer than one global batch of 2048" in found["job"][1]
     assert found["job"][2] == "lower --batch_size"
 
 

@@ -56,7 +56,7 @@ def test_a_job_of_one_process_has_no_such_option(tmp_path, job):
 # --- Runs --------------------------------------------------------------------------------------------------------------
 
 
-EPOCHS = ["--epochs", "20"]  # of 5 steps
+EPOCHS = ["--epochs", "12"]  # of 5 steps
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def nodes(tmp_path):
 def test_a_node_is_lost_and_comes_back_and_the_bits_stay_the_same(nodes, undisturbed):
     """Node 0, which leads and writes: another node does both from then on, and it finds the run again. They wait for it."""
     run = nodes(3, "--min_nodes", 3)
-    run.wait_for("epoch=2/20", 0)
+    run.wait_for("epoch=2/12", 0)
     ranks = [pid for parent in run.running for pid in children(parent)]
     assert len(ranks) >= 3 and listening(ranks) == {LOOPBACK}, "whoever reaches torchft can end a rank"
     assert listening([run.running[0].pid]) == {LOOPBACK, "0" * 32}, "the lighthouse, and the port that asks for the secret"
@@ -164,7 +164,7 @@ def test_nodes_find_each_other_by_ipv6_too(nodes):
 @pytest.mark.rehearsal
 def test_a_node_that_comes_back_finds_a_run_that_goes_on_without_node_0(nodes, undisturbed):
     run = nodes(3, "--min_nodes", 2)
-    run.wait_for("epoch=2/20", 0)
+    run.wait_for("epoch=2/12", 0)
     run.kill(2)
     run.wait_for(r"node 2 \(rank 2\) is lost: 2 ranks went on", 0)
     run.kill(0)
@@ -180,7 +180,7 @@ def test_a_node_that_comes_back_finds_a_run_that_goes_on_without_node_0(nodes, u
 @pytest.mark.rehearsal
 def test_a_node_that_joins_names_the_one_that_is_lost_meanwhile(nodes):
     run = nodes(2, "--min_nodes", 1)
-    run.wait_for("epoch=2/20", 0)
+    run.wait_for("epoch=2/12", 0)
     run.kill(0)
     run.wait_for(r"node 0 \(rank 0\) is lost: 1 rank went on", 1)
     run.running[0] = run.start(0)
@@ -192,7 +192,7 @@ def test_a_node_that_joins_names_the_one_that_is_lost_meanwhile(nodes):
 @pytest.mark.rehearsal
 def test_a_node_that_comes_back_after_the_end_says_so(nodes):
     run = nodes(2, "--min_nodes", 1)
-    run.wait_for("epoch=2/20", 0)
+    run.wait_for("epoch=2/12", 0)
     run.kill(1)
     assert run.end(0) == [0]
     run.options = (*run.options, "--join_seconds", "1")
@@ -211,7 +211,7 @@ def test_a_loss_before_the_first_step_ends_all(nodes):
 @pytest.mark.rehearsal
 def test_a_worker_that_is_killed_or_stopped_leaves_the_others_of_its_node(nodes, undisturbed):
     run = nodes(2, "--min_nodes", 1, "--nproc_per_node", 2, "--workers", 1)
-    run.wait_for("epoch=2/20", 0)
+    run.wait_for("epoch=2/12", 0)
     workers = workers_of(pid for process in run.running for pid in children(process))
     os.kill(workers[2], signal.SIGKILL)
     run.wait_for(r"rank 2 \(node 1, host .*\) was killed by SIGKILL.*: 3 ranks went on", 0)
@@ -228,7 +228,7 @@ def test_a_worker_that_is_killed_or_stopped_leaves_the_others_of_its_node(nodes,
 @pytest.mark.rehearsal
 def test_a_node_that_is_told_to_stop_leaves_and_all_nodes_that_are_save_and_end(nodes, undisturbed):
     run = nodes(2, "--min_nodes", 1)
-    run.wait_for("epoch=2/20", 0)
+    run.wait_for("epoch=2/12", 0)
     run.running[1].send_signal(signal.SIGTERM)
     run.wait_for(r"node 1 \(rank 1\) was told to stop \(SIGTERM\): 1 rank went on", 0)
     assert run.end(1) == [143] and "SIGTERM: this node leaves, and the others go on" in run.log(1)
@@ -243,7 +243,7 @@ def test_a_node_that_is_told_to_stop_leaves_and_all_nodes_that_are_save_and_end(
 @pytest.mark.rehearsal
 def test_with_fewer_nodes_than_wanted_the_run_waits_then_saves_and_stops(nodes, undisturbed):
     run = nodes(2, "--min_nodes", 2, "--join_seconds", 20)
-    run.wait_for("epoch=2/20", 0)
+    run.wait_for("epoch=2/12", 0)
     run.kill(1)
     run.wait_for(r"node 1 \(rank 1\) is lost; fewer than --min_nodes 2 remain: waiting for others up to 20 s", 0)
     assert run.end(0) == [1]
@@ -268,7 +268,7 @@ def test_a_node_that_is_cut_off_from_those_that_write_saves_nothing(nodes):
 @pytest.mark.rehearsal
 def test_other_code_or_other_arguments_are_not_taken_in(nodes, undisturbed):
     run = nodes(2, "--min_nodes", 1)
-    run.wait_for("epoch=2/20", 0)
+    run.wait_for("epoch=2/12", 0)
     run.kill(1)
     run.wait_for("1 rank went on", 0)
     run.options = (*run.options, "--lr", "0.5")
@@ -283,7 +283,7 @@ def test_a_node_without_a_package_writes_all_but_what_it_makes(nodes, tmp_path, 
     (tmp_path / "broken" / "matplotlib").mkdir(parents=True)
     (tmp_path / "broken" / "matplotlib" / "__init__.py").write_text("raise ValueError('numpy.dtype size changed')")
     run = nodes(2, "--min_nodes", 1, env={1: {"PYTHONPATH": str(tmp_path / "broken")}})
-    run.wait_for("epoch=2/20", 0)
+    run.wait_for("epoch=2/12", 0)
     run.kill(0)
     assert run.end(1) == [0]
     assert "left out: curves.png and the report's figures (matplotlib cannot be imported: ValueError: numpy" in run.log(1)

@@ -140,6 +140,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.rehearsal
 def test_dropout_and_running_statistics_and_unused_parameters_do_not_tell_how_many_ranks_there_were(tmp_path):
     states = []
     for ranks in (1, 3):

@@ -110,7 +110,7 @@ def test_a_job_writes_its_report_and_the_numbers_are_those_of_its_files(finished
 
 def test_the_rows_of_speed_add_up_to_the_run(finished):
     rows = [json.loads(line) for line in (finished[0] / "out" / "speed.jsonl").read_text().splitlines()]
-    assert sum(row["images"] for row in rows) == 512 and {row["epoch"] for row in rows} == {1, 2}
+    assert sum(row["images"] for row in rows) == 128 and {row["epoch"] for row in rows} == {1, 2}
     assert len({tuple(row) for row in rows}) == 1, "every row has the same columns"
     ends = [row for row in rows if row["loss"] is None]  # of both epochs, and of the last save
     assert [row["evaluation"] > 0 for row in ends] == [True, True, False] and [row["epoch"] for row in ends] == [1, 2, 2]
@@ -126,21 +126,21 @@ def test_the_journal_tells_of_every_start_and_how_it_ended(tmp_path):
     run_job("train", tmp_path, *TINY, "--lr", "0.01")
     rows = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()]
     told = [(row["event"], row.get("how"), row.get("samples")) for row in rows if row["event"] != "warning"]
-    assert told == [("start", None, 0), ("end", "limit", 320), ("start", None, 320), ("end", "finished", 512)]
+    assert told == [("start", None, 0), ("end", "limit", 80), ("start", None, 80), ("end", "finished", 128)]
     first, second = (row for row in rows if row["event"] == "start")
     assert (
         first["options"]["max_steps"] == ["5", "None"]
         and first["options"]["lr"] == ["0.01", "0.1"]
         and "seed" not in first["options"]
     )
-    assert "--max_steps" not in second["options"] and second["goes_on_from"].endswith("000000000320.pt")
+    assert "--max_steps" not in second["options"] and second["goes_on_from"].endswith("000000000080.pt")
     assert (
         first["command"].startswith(f"python {ROOT}/jobs/train.py --custom_data true")
         and "--max_steps 5 --lr 0.01" in first["command"]
     )
     parsed = shown(tmp_path / "out")
     assert [row[2] for row in parsed.tables["events"][1:]] == [
-        "start (1 rank)", "limit: --max_steps 5", "restart, going on from 000000000320.pt (1 rank)", "finished: --epochs 2",
+        "start (1 rank)", "limit: --max_steps 5", "restart, going on from 000000000080.pt (1 rank)", "finished: --epochs 2",
         *[row[2] for row in parsed.tables["events"][5:]],
     ]  # fmt: skip
 

@@ -25,7 +25,7 @@ def test_before_the_first_step_of_two_nodes_there_are_few_lines_and_they_say_wha
         "rank 0 of 2",
         "platform modelarts",
         "a new run: 2 epochs",
-        "256 training samples of 10 classes",
+        "64 training samples of 10 classes",
         f"results in {tmp_path}/out",
     ):
         assert words in story, story
@@ -55,7 +55,7 @@ def test_an_evaluation_in_mid_epoch_says_so_and_the_next_start_how_long_the_rest
     )
     assert said[-1] == f"next: python {' '.join(map(str, command('train', *TINY, '--output_dir', tmp_path / 'out')[1:]))}"
     again = run_job("train", tmp_path, *TINY).stdout.splitlines()
-    assert again[1].startswith("going on from ") and again[2].startswith("2 epochs of 4 steps, 256 training samples")
+    assert again[1].startswith("going on from ") and again[2].startswith("2 epochs of 4 steps, 64 training samples")
     assert re.fullmatch(r"about 0:00:\d\d left at the \d+ samples a second of the last start", again[4]), again
     less = run_job("train", tmp_path, *TINY, "--max_steps", 6).stdout
     assert "nothing to do: the run has done 2 epochs, 8 steps" in less and "left at the" not in less

@@ -17,7 +17,7 @@ from common.alive import heartbeat
 from common.errors import TrainingFailed, UserError
 from common.storage import once
 from tests.tools.faultproxy import faults
-from tests.tools.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, lock_holders, wait_for
+from tests.tools.jobs import PATIENCE, ROOT, TINY, Popen, command, environment, in_rehearsal, lock_holders, wait_for
 from tests.tools.objectstore import free_port
 from tests.tools.stores import same, store_environment
 
@@ -123,7 +123,7 @@ def test_alone_or_refused(tmp_path):
             raise AssertionError("both were let in")
 
 
-@pytest.mark.parametrize("kills", [0, 2])
+@pytest.mark.parametrize("kills", in_rehearsal([0, 2], lambda kills: kills == 0))
 def test_eight_ranks_fetch_once_also_when_the_one_that_fetches_is_killed(store, monkeypatch, tmp_path, kills):
     """Whoever asks for an object is the owner; it is killed in the middle. A lock file of an earlier container is there."""
     (tmp_path / "input_dir/s3/data/set/.fetching").mkdir(parents=True)

@@ -359,12 +359,12 @@ def test_without_a_server_mlflow_has_a_file_in_the_folder_of_the_start(tmp_path)
     run_job("train", tmp_path, *TINY, "--track", "mlflow", env={"PYTHONPATH": packages_of(program)})
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
         found = dict(database.execute("select key, max(step) from metrics group by key"))
-    assert found["test/accuracy"] == 512 and found["train/loss"] > 256, found
+    assert found["test/accuracy"] == 128 and found["train/loss"] > 64, found
 
 
 @pytest.mark.rehearsal
 def test_a_run_that_is_killed_twice_is_one_run_of_mlflow(tmp_path, mlflow, untracked):
-    for samples in (256, 768):
+    for samples in (64, 192):
         process = started(tmp_path, mlflow, "--save_steps", 1)
         wait_for(saved(tmp_path, samples), process, "so many steps")
         process.kill()
@@ -373,7 +373,7 @@ def test_a_run_that_is_killed_twice_is_one_run_of_mlflow(tmp_path, mlflow, untra
     assert started(tmp_path, mlflow).wait(PATIENCE) == 0
     out = tmp_path / "out"
     (run,) = mlflow.runs(out)
-    assert mlflow.history(run, "epoch") == [(256 * epoch, epoch) for epoch in range(1, 7)]
+    assert mlflow.history(run, "epoch") == [(64 * epoch, epoch) for epoch in range(1, 7)]
     metrics = list(follow.rows(out, "metrics.jsonl"))
     assert [value for _, value in mlflow.history(run, "test/accuracy")] == [row["accuracy"] for row in metrics]
     steps = [step for step, _ in mlflow.history(run, "train/loss")]
@@ -407,7 +407,7 @@ def test_a_server_that_freezes_costs_the_training_nothing_and_gets_the_rest_late
     assert done.returncode == 0 and re.search(r"^mlflow has all rows: \d+ were sent now$", done.stdout, re.M), done
     (run,) = mlflow.runs(tmp_path / "out")
     assert (
-        mlflow.history(run, "epoch") == [(256 * epoch, epoch) for epoch in range(1, 7)] and run["info"]["status"] == "FINISHED"
+        mlflow.history(run, "epoch") == [(64 * epoch, epoch) for epoch in range(1, 7)] and run["info"]["status"] == "FINISHED"
     )
 
 
@@ -462,7 +462,7 @@ def test_wandb_and_swanlab_have_each_epoch_once_by_their_own_readers(tmp_path):
     )
     accuracies = [row["accuracy"] for row in follow.rows(tmp_path / "out", "metrics.jsonl")]
     for tool, rows in json.loads(read.stdout).items():
-        assert [(at, value) for at, name, value in rows if name == "epoch"] == [(256, 1), (512, 2)], tool
+        assert [(at, value) for at, name, value in rows if name == "epoch"] == [(64, 1), (128, 2)], tool
         assert [value for _, name, value in rows if name == "test/accuracy"] == pytest.approx(accuracies), tool
         assert [at for at, name, _ in rows if name == "train/loss"], tool
     assert_no_key(tmp_path)

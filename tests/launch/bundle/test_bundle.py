@@ -457,7 +457,7 @@ def test_two_nodes_stopped_and_started_again_by_another_launcher(empty):
     words = ["--nodes", 2, "--procs", 1, path, "--", *TINY, "--epochs", 500, "--save_steps", 1, "--output_dir", empty / "out"]
     local = [sys.executable, "-m", "launch", "local", *map(str, words)]
     process = subprocess.Popen(local, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
-    wait_for(saved(empty, 384), process, "the third step")
+    wait_for(saved(empty, 96), process, "the third step")
     process.send_signal(signal.SIGTERM)
     log, _ = process.communicate(timeout=PATIENCE)
     assert "stopped by SIGTERM; saved after step" in log

@@ -56,8 +56,7 @@ def python(words, folder, *target, code=0, others=()):
 def test_a_script_anywhere_trains_is_bundled_and_has_the_command(installed, tmp_path):
     assert {path.name.partition("-")[0] for path in installed.iterdir()} == {"anyrank", "bin"}
     (tmp_path / "script.py").write_text(SCRIPT)
-    words = [sys.executable, "script.py", "--epochs", "1", "--nproc_per_node", "2"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment(PYTHONPATH=installed), capture_output=True, text=True)
+    done = python(["script.py", "--epochs", 1, "--nproc_per_node", 2], tmp_path, installed)
     assert "rank 0 of 2" in done.stdout and "done: " in done.stdout, done.stderr
 
     anyrank = installed / "bin" / "anyrank"
