@@ -4,7 +4,7 @@
 
 FOLDER has cifar-10-batches-py and imagenet/{train,val}/CLASS/*.JPEG; without it what needs them is left out. The rows are kept in FILE:
 started again with the same one it measures what is missing. Ends with the table, FILE.md, and the picture, FILE.png, and names the
-rows that are below 0.9 of what RESULTS.md has of them: another machine may have other ratios, the same one should not.
+rows that are below 0.9 of what results/table.md has of them: another machine may have other ratios, the same one should not.
 """
 
 import argparse
@@ -25,7 +25,7 @@ BENCHMARKS = {
     "publishing": "", "arriving": "", "ddp": "", "libraries": "", "speedrun": "cifar", "growth": "",
 }  # fmt: skip
 WORDS = {"validation": ["images", "--validation"]}  # of the others, their name
-RESULTS = Path(__file__).with_name("RESULTS.md")
+RECORDED = Path(__file__).parent / "results" / "table.md"
 FALLEN = 0.9  # of the recorded median
 
 
@@ -61,7 +61,7 @@ def table(rows):
 
 
 def recorded(text):
-    """{(what, peer): the newest median} of the table of make bench, as RESULTS.md has it."""
+    """{(what, peer): the newest median} of the table of make bench, as results/table.md has it."""
     found = {}
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
@@ -135,8 +135,8 @@ def main():
     if rows:
         draw(rows, options.rows.with_suffix(".png"), f"how many times faster; {machine()}")
     print("\n" + text)
-    if slower := fallen(rows, recorded(RESULTS.read_text())):
-        print("\n".join(["slower than recorded (tests/benchmarks/RESULTS.md):", *slower]))
+    if slower := fallen(rows, recorded(RECORDED.read_text())):
+        print("\n".join([f"slower than recorded ({RECORDED.relative_to(ROOT)}):", *slower]))
     if failed:
         print(f"error: {', '.join(failed)}: see above", file=sys.stderr)
     return 1 if failed else 0

@@ -7,7 +7,7 @@ Every figure is a ratio of two forms that took turns, several rounds, one thread
     (b) batches/s of our CIFAR loader against torchvision's CIFAR10 and DataLoader with the same augmentation
     (c) what a checkpoint costs the training, as a share of a step
     (d) seconds from process start to the first optimizer step, against a plain loop's
-Prints the table that RESULTS.md keeps, with machine and date.
+Prints the table that results/steps.md keeps, with machine and date.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """What make bench does with its rows; the benchmarks themselves judge speed, so no test runs them."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from common.storage import download, etag
 from tests.benchmarks import __main__ as bench
 from tests.benchmarks import libraries, storage
-from tests.benchmarks.__main__ import RESULTS, fallen, recorded
+from tests.benchmarks.__main__ import RECORDED, fallen, recorded
 
 TABLE = """
 | what | beside | first take | second take | measured by |
@@ -21,7 +22,7 @@ TABLE = """
 
 def test_the_newest_median_of_each_row_is_read():
     assert recorded(TABLE) == {("photographs: packed", "torchvision"): 2.5, ("a step", "plain"): 1.0}
-    assert len(recorded(RESULTS.read_text())) > 40, "the table of RESULTS.md has another form"
+    assert len(recorded(RECORDED.read_text())) > 40, f"the table of {RECORDED} has another form"
 
 
 def test_a_row_that_fell_is_named_and_no_other():
@@ -36,7 +37,7 @@ def test_a_row_that_fell_is_named_and_no_other():
 
 
 def test_whatever_keeps_rows_is_started():
-    folder = RESULTS.parent
+    folder = Path(bench.__file__).parent
     keeps = re.compile(r"rows\.keep\(|forked import .*table")
     keep_rows = {path.stem for path in folder.glob("*.py") if keeps.search(path.read_text())} - {"forked"}
     started = {name: bench.WORDS.get(name, [name]) for name in bench.BENCHMARKS}
