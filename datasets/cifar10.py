@@ -23,7 +23,7 @@ MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 
 # The settings of the sample script in ModelArts' documentation. Its rate grows with the cards of a node,
-# which has 8, and not with the nodes: 16 times the rate learns worse (tests/benchmarks/RESULTS.md).
+# which has 8, and not with the nodes: 16 times the rate learns worse (tests/benchmarks/results/steps.md).
 CARDS = 8
 MODELARTS = {
     "epochs": 100, "lr": 0.01, "optimizer": "adam", "schedule": "constant", "weight_decay": 0.0,

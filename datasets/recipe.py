@@ -32,7 +32,7 @@ TORCHVISION = {
 RECIPES = {"nvidia": NVIDIA, "torchvision": TORCHVISION}
 
 # The settings for a small folder, chosen on the pictures that tests/tools/pictures.py draws
-# (tests/benchmarks/RESULTS.md).
+# (tests/benchmarks/results/pictures.md).
 SMALL = {"optimizer": "adamw", "label_smoothing": 0.1, "crop_scale": 0.7, "resize": "whole"}
 BATCH = 32  # the largest total batch
 STEPS = 8  # the fewest steps of an epoch, for which the batch is made smaller

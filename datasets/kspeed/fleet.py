@@ -12,8 +12,8 @@ Replaced or added are:
 - The login of memcached -Y; checks of lengths; no retry of samples that are too large for a server; log lines
   about servers.
 
-`python -m tests.benchmarks.memcached` measures what they bring (tests/benchmarks/RESULTS.md). Only cache.py
-imports this module, and only inside a function, because pymemcache is an optional package.
+`python -m tests.benchmarks.memcached` measures what they bring (tests/benchmarks/results/ray_and_cache.md).
+Only cache.py imports this module, and only inside a function, because pymemcache is an optional package.
 """
 
 import functools

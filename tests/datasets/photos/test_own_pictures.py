@@ -228,7 +228,7 @@ def test_a_run_of_a_small_folder_goes_on_with_its_settings(shapes):
 
 @pytest.mark.rehearsal
 def test_shapes_are_learnt_in_less_than_a_minute(tmp_path):
-    """Of one core; the accuracy after two minutes is in tests/benchmarks/RESULTS.md."""
+    """Of one core; the accuracy after two minutes is in tests/benchmarks/results/pictures.md."""
     pictures.make("shapes", str(tmp_path / "own"), 480)
     words = ["--data_url", tmp_path / "own", "--arch", "resnet18", "--image_size", 48, "--epochs", 9, "--workers", 0]
     log = run_job("train_imagenet", tmp_path, *words).stdout
