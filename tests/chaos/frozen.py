@@ -21,14 +21,14 @@ from common.checkpoints import checkpoint
 from common.errors import UserError
 from tests.chaos.victims import digest
 from tests.tools.frozen import Start, frozen, held, left_in, let_go, wait_until_held
-from tests.tools.jobs import final_state
+from tests.tools.jobs import TINY, final_state
 from tests.tools.objectstore import ObjectStore, free_port
 from tests.tools.ranks import TWO
 from tests.tools.stores import copied
 
 SAVES = ["--save_steps", "1", "--epochs", "3", "--ledger", "true"]
 HOW = {
-    "one process": ("train", [*TWO, "--batch_size", "16", *SAVES]),
+    "one process": ("train", [*TINY, *SAVES]),
     "once for a node": ("train_ddp", [*TWO, *SAVES, "--nproc_per_node", "2"]),
     "once for each rank": ("train_ddp", [*TWO, *SAVES]),
 }

@@ -15,6 +15,7 @@ from tests.tools.jobs import (
     ROOT,
     TINY,
     Popen,
+    after,
     assert_same_bits,
     command,
     environment,
@@ -66,18 +67,13 @@ def test_a_run_without_an_output_ends_with_the_same_bits(finished, tmp_path):
     assert_same_bits(final_state(tmp_path), final_state(finished[0]))
 
 
-HAS_ITS_TERMINAL = """
-import fcntl, runpy, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+HAS_ITS_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
 
 
 def in_a_terminal_that_is_closed(folder, job, *options):
     """The job as the leader of a session, whose terminal goes before the first step: the kernel sends it SIGHUP."""
     mine, its = pty.openpty()
-    words = [sys.executable, "-c", HAS_ITS_TERMINAL, *command(job, *TINY, *options)[1:], "--output_dir", folder / "out"]
+    words = after(HAS_ITS_TERMINAL, [*command(job, *TINY, *options), "--output_dir", folder / "out"])
     process = Popen(words, cwd=folder, env=environment(), stdin=its, stdout=its, stderr=its, start_new_session=True)
     os.close(its)
     with open(mine, buffering=1, errors="replace") as terminal:

@@ -236,7 +236,7 @@ VERBS = [
 
 @pytest.mark.parametrize(
     "words",
-    in_rehearsal(VERBS, lambda words: words[0] == "bundle"),
+    in_rehearsal(VERBS, lambda words: words[0] == "bundle" or {*words[:5]} & {"modelarts", "pai-dlc", "sagemaker", "volcano"}),
     ids=[" ".join(words[:5]).replace(CANARY, "X")[:60] for words in VERBS],
 )
 def test_no_verb_shows_a_secret_or_leaves_one(words, site, tmp_path):

@@ -43,15 +43,10 @@ CPU = torch.device("cpu")
 class Words(torch.utils.data.Dataset):
     """Texts of different lengths, with something drawn for each."""
 
-    def __init__(self, bad=None):
-        self.bad = bad
-
     def __len__(self):
         return 20
 
     def __getitem__(self, number):
-        if number == self.bad:
-            raise ValueError("no such word")
         drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
         return {"text": "a" * number, "letters": torch.arange(number), "drawn": drawn}
 
@@ -99,11 +94,6 @@ def test_a_data_set_that_draws_beside_the_steps_is_told_once_and_only_it(capsys,
     batches = torch_batches(Numbers(), EpochSampler(8, 2, seed=0))
     assert len(list(read_ahead((batch for batch in batches), 1))) == 4
     assert capsys.readouterr().out.count("warning: the data set draws random numbers in the process that trains") == draws
-
-
-def test_a_sample_that_cannot_be_loaded_is_named():
-    with pytest.raises(SampleError, match="sample 7: ValueError: no such word"):
-        loaded(1, data_set=Words(bad=7))
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ os.kill(os.getpid(), signal.SIGABRT)
 
 def test_the_slices_run_where_pytest_is_missing():
     program = "import sys; sys.modules['pytest'] = None; import tests.gpu.__main__, tests.gpu.rows, tests.gpu.runs"
-    done = subprocess.run([sys.executable, "-c", program], cwd=runner.ROOT, capture_output=True, text=True)
+    done = jobs.run([sys.executable, "-c", program], cwd=runner.ROOT)
     assert done.returncode == 0, done.stderr
 
 

@@ -119,13 +119,11 @@ def test_every_file_has_its_floor():
     assert there <= set(FLOOR) and set(FLOOR) - there <= REMOVABLE
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_imports_between_rooms_go_down_only(path):
-    mine = room(name_of(path))
-    for module in arrows(path):
-        target = room(module)
+def test_imports_between_rooms_go_down_only():
+    for path, module in [(file, target) for file in FILES for target in arrows(file)]:
+        mine, target = room(name_of(path)), room(module)
         assert target != "tests" and (target == mine != "jobs" or FLOOR[target] < FLOOR[mine]), f"{path} imports {module}"
-        assert not (mine == "jobs" and target.startswith("launch")), "a job never imports launch"
+        assert not (mine == "jobs" and target.startswith("launch")), f"{path}: a job never imports launch"
 
 
 def test_no_circles_inside_a_room():
@@ -186,10 +184,9 @@ def test_the_page_of_the_architecture_names_every_room():
     assert [name for name, pattern in named.items() if not re.search(pattern, page)] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_no_room_reaches_into_another(path):
-    mine = room(name_of(path))
-    for module, name in imports(tree_of(path)):
+def test_no_room_reaches_into_another():
+    for path, module, name in [(file, *one) for file in FILES for one in imports(tree_of(file))]:
+        mine = room(name_of(path))
         words = [*module.split("."), *filter(None, [name])]
         for depth in range(2, len(words)):  # rooms inside rooms, too
             target, wanted = ".".join(words[:depth]), words[depth]
@@ -198,12 +195,12 @@ def test_no_room_reaches_into_another(path):
                 assert wanted in offered, f"{path} takes {wanted} out of {target}, which offers {', '.join(offered)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_optional_packages_are_imported_where_they_are_used(path):
-    top = ast.Module([node for node in tree_of(path).body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
-    found = {module.split(".")[0] for module, _ in imports(top)} & OPTIONAL
-    assert found <= {OF_ONE_PACKAGE.get(str(path))}
-    assert not {name_of(Path(place)) for place in OF_ONE_PACKAGE} & {module for module, _ in imports(top)}
+def test_optional_packages_are_imported_where_they_are_used():
+    for path in FILES:
+        top = ast.Module([node for node in tree_of(path).body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
+        found = {module.split(".")[0] for module, _ in imports(top)} & OPTIONAL
+        assert found <= {OF_ONE_PACKAGE.get(str(path))}, path
+        assert not {name_of(Path(place)) for place in OF_ONE_PACKAGE} & {module for module, _ in imports(top)}, path
 
 
 @pytest.mark.parametrize("job, most_files, most_statements", [("train", 69, 5760), ("train_imagenet", 97, 8220)])

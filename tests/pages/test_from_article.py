@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import re
 import threading
 
 import pytest
@@ -230,11 +229,9 @@ def test_its_flags_mean_the_same(tmp_path):
     assert {name: about[name] for name in expected} == expected and "done: " in done.stdout
 
 
-def test_prof_may_stand_alone(tmp_path):
+def test_prof_may_stand_alone():
+    """What it shows: tests/jobs/test_train_imagenet.py."""
     assert spellings.respell(arguments.Parser(), ["--prof", "--fp16"])[0][0] == "--prof=100"
-    done = run_job("train_imagenet", tmp_path, *SYNTHETIC, "--data_backend", "synthetic", "--prof", 3)
-    assert re.search(r"images a second|images_per_s|images/s", done.stdout), done.stdout
-    assert not (tmp_path / "out" / "checkpoints").exists()
 
 
 @pytest.mark.rehearsal

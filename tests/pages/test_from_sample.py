@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import ssl
-import subprocess
 import types
 
 import pytest
@@ -17,9 +15,9 @@ from launch import blocks
 from tests.common.arguments.test_arguments import parse, refusal
 from tests.common.storage.test_https import serve  # noqa: F401 (a fixture)
 from tests.pages.from_page import assert_each_is_checked, typed_here
+from tests.tools.certificate import certified
 from tests.tools.cifar import archive, write_folder  # noqa: F401 (a fixture)
 from tests.tools.jobs import ROOT, run_forked
-from tests.tools.packages import program
 from tests.tools.worlds import resolve
 
 TITLE = "The ModelArts sample"
@@ -143,11 +141,9 @@ def test_the_other_arguments_have_its_names(capsys):
     assert parse(*typed_here(TITLE, CUDNN)[0]).deterministic is True and parse().deterministic is False
 
 
-def test_a_gpu_that_is_asked_for_has_to_be_there(tmp_path):
-    options = typed_here(TITLE, "`--enable_gpu true`")[0]
-    done = run_forked([ROOT / "jobs" / "train.py", *options, *SMALL, "--output_dir", tmp_path], tmp_path, check=2)
-    assert done.stderr.startswith("error: --enable_gpu true") and len(done.stderr.splitlines()) == 1
-    assert parse().enable_gpu is None
+def test_a_gpu_that_is_asked_for_has_to_be_there():
+    """What a job says where there is none: tests/jobs/test_train.py."""
+    assert parse(*typed_here(TITLE, "`--enable_gpu true`")[0]).enable_gpu is True and parse().enable_gpu is None
 
 
 # --- Data ----------------------------------------------------------------------------------------------------------------
@@ -177,14 +173,8 @@ def test_data_are_read_where_they_are(tmp_path, archive):
 @pytest.fixture
 def university(serve, archive, tmp_path, monkeypatch):
     """The server of the archive's address, with a certificate of its own. This archive has the published one's form, and is small."""
-    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
-    subprocess.run(
-        [program("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "1",
-         "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True,
-    )  # fmt: skip
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    monkeypatch.setenv("SSL_CERT_FILE", certificate)
+    certificate, context = certified(tmp_path, "IP:127.0.0.1")
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     server = serve(archive.read_bytes(), tls=context)
     assert server.url.startswith("https://") and server.url.endswith(cifar10_files.URL.rpartition("/")[2])
     monkeypatch.setattr(cifar10_files, "URL", server.url)

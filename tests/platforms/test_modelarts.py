@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import ssl
-import subprocess
 import sys
 import tarfile
 import threading
@@ -25,6 +23,7 @@ from common.world import World, folders
 from datasets import cifar10, loader
 from launch import bundle
 from launch.submit import kubernetes, modelarts, request
+from tests.tools.certificate import certified
 from tests.tools.cifar import write_folder
 from tests.tools.jobs import (
     FIGURES,
@@ -42,7 +41,6 @@ from tests.tools.jobs import (
     start,
     wait_for,
 )
-from tests.tools.packages import program
 from tests.tools.ranks import changed_loader, children
 from tests.tools.submitting import ask
 
@@ -350,17 +348,6 @@ def test_a_loader_process_that_is_killed_while_it_hands_over_a_batch_is_said_too
         next(batches)
 
 
-def test_a_start_after_one_that_was_killed_says_so(tmp_path):
-    process = start(tmp_path, *TINY, "--epochs", 200, "--save_steps", 1)
-    wait_for(saved(tmp_path, 16), process, "a step")
-    process.kill()
-    process.wait()
-    words = "the start before this one did not end as it should: if its log has no error: line, it was killed, mostly for want"
-    words_of_job = [command("train")[1], *TINY, "--output_dir", tmp_path / "out"]
-    assert words in run_forked([*words_of_job, "--max_steps", 3], tmp_path).stdout
-    assert words not in run_forked(words_of_job, tmp_path).stdout
-
-
 @pytest.mark.parametrize("seen, promised, warned", [(7, 8, True), (8, 8, False), (0, 8, False), (2, 0, False)])
 def test_fewer_gpus_than_promised_are_a_warning_with_both_numbers(seen, promised, warned, monkeypatch):
     monkeypatch.setattr(devices.choice, "count", lambda: seen)
@@ -370,17 +357,6 @@ def test_fewer_gpus_than_promised_are_a_warning_with_both_numbers(seen, promised
 
 
 # --- How a job ends ------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_that_is_not_finished_can_be_told_from_one_that_is(tmp_path):
-    job = [command("train")[1], *TINY]
-    run_forked([*job, "--max_hours", "0.00000001"], tmp_path)
-    state = tmp_path / "output_dir" / "train" / "state.json"
-    assert state.read_text() == '{"finished": false, "epoch": 0, "epochs": 2}\n'
-    run_forked(job, tmp_path)
-    assert state.read_text() == '{"finished": true, "epoch": 2, "epochs": 2}\n'
-    run_forked([*job, "--epochs", "3", "--max_hours", "0.00000001"], tmp_path)
-    assert state.read_text() == '{"finished": false, "epoch": 2, "epochs": 3}\n'
 
 
 def test_volcano_does_not_start_a_mistake_again():
@@ -493,12 +469,8 @@ def test_on_modelarts_the_larger_disk_takes_the_data(free, folder, monkeypatch):
 
 
 def test_a_certificate_that_cannot_be_verified_is_refused_at_once_whatever_s3_verify_ssl_says(tmp_path):
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run([program("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "1",
-                    "-subj", "/CN=127.0.0.1"], check=True, capture_output=True)  # fmt: skip
+    _, context = certified(tmp_path)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     store = {"S3_ENDPOINT": f"127.0.0.1:{server.server_port}", "S3_USE_HTTPS": "1", "S3_VERIFY_SSL": "0"}

@@ -60,6 +60,12 @@ def command(job, *options):
     return [sys.executable, str(ROOT / "jobs" / f"{job}.py"), *map(str, options)]
 
 
+def after(prelude, words):
+    """`python SCRIPT ...`, with these lines of Python before it in the same process."""
+    run = f"{prelude}\nimport runpy, sys\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    return [sys.executable, "-c", run, *map(str, words[1:])]
+
+
 def run_job(job, folder, *options, env=None, check=0, timeout=PATIENCE, launcher=()):
     """Run jobs/JOB.py in `folder` with the output in folder/out; returns the finished process, its exit code asserted.
 

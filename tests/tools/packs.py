@@ -120,15 +120,9 @@ pack.main(sys.argv[1:])
 
 
 @pytest.fixture
-def reached(reachable, tmp_path, monkeypatch):
-    """A folder of one's own, and no process left that fetches."""
-    monkeypatch.chdir(tmp_path)
-    started = []
-    monkeypatch.setattr(arrival, "Child", lambda *words, **how: started.append(Child(*words, **how)) or started[-1])
-    yield started
-    for process in started:
-        process.kill()
-        process.wait()
+def reached(reachable, fetchers):
+    """The store, a folder of one's own, and no process left that fetches."""
+    return fetchers
 
 
 def passing(url, split):
@@ -199,14 +193,6 @@ def end(processes):
     for process in processes:
         process.kill()
         process.wait()
-
-
-@pytest.fixture
-def at(monkeypatch, tmp_path, store, fetchers):
-    """In this process: the store, and a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    for name, value in store.environment.items():
-        monkeypatch.setenv(name, value)
 
 
 def size_of(folder):

@@ -9,7 +9,8 @@ from pathlib import Path
 from tests.tools.jobs import ROOT, TINY, command, environment, forked, run
 from tests.tools.objectstore import free_port
 
-TWO = [*TINY[:4], "--batch_size", "8", *TINY[6:], "--ledger", "true"]  # two ranks: a global batch of 16, as in TINY
+# Two ranks: a global batch of 16, as in TINY. So few pictures would have norms over both ranks, unasked.
+TWO = [*TINY[:4], "--batch_size", "8", *TINY[6:], "--ledger", "true", "--sync_bn", "false"]
 LONG = [*TWO, "--epochs", "200"]
 CHECK = [sys.executable, str(ROOT / "tests" / "check_ledger.py"), "--samples", "64", "--global_batch", "16"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
@@ -61,12 +62,16 @@ def run_variant(job, folder, *options):
     return run(script, cwd=folder, env=environment())
 
 
-def fork_ranks(job, folder, *options, ranks=2):
-    """The script `job` as ranks without a parent, as a platform starts one process per GPU; returns the first of them."""
+def rank_environments(ranks=2, **more):
+    """What a platform that starts one process per GPU sets for each of them, on one node."""
     size, port = str(ranks), str(free_port())
-    shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    own = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return forked([job, *options, "--output_dir", folder / "out"], folder, *own)[0]
+    shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **more}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def fork_ranks(job, folder, *options, ranks=2):
+    """The script `job` as ranks without a parent; returns the first of them."""
+    return forked([job, *options, "--output_dir", folder / "out"], folder, *rank_environments(ranks))[0]
 
 
 def run_ranks(folder, *options):
@@ -96,9 +101,10 @@ def ports_of(pids):
 def _listeners(pids):
     sockets = set()
     for pid in pids:
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                sockets.add(os.readlink(file).removeprefix("socket:[").rstrip("]"))
+        with contextlib.suppress(OSError):  # it has ended
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    sockets.add(os.readlink(file).removeprefix("socket:[").rstrip("]"))
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return {words[1] for words in lines if words[3] == "0A" and words[9] in sockets}
 

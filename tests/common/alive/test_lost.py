@@ -9,9 +9,9 @@ import signal
 
 import pytest
 
-from tests.tools.jobs import PATIENCE, Popen, command, environment, in_rehearsal, wait_for
+from tests.tools.jobs import PATIENCE, TINY, Popen, command, environment, in_rehearsal, wait_for
 from tests.tools.objectstore import free_port
-from tests.tools.ranks import LONG, TORCHRUN, changed_loader, children, processes_of, workers_of
+from tests.tools.ranks import LONG, TORCHRUN, changed_loader, children, processes_of, rank_environments, workers_of
 
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 CODE = {"hangs": "time.sleep(10000)", "fails": "raise KeyError('x')", "crashes": "ctypes.string_at(0)", "exits": "sys.exit(7)"}
@@ -43,11 +43,11 @@ OFTEN = [("a user, alone", "killed"), ("a user, alone", "crashes"), ("the job it
 def started(folder, who, fault):
     """The process of rank 0, or its parent, and one that returns the process id of the rank that is lost."""
     job = "train" if who == "a user, alone" else "train_ddp"
-    words = [*(changed_loader(job, folder, CODE[fault]) if fault in CODE else command(job)), *LONG, "--save_steps", "1"]
-    words += {"a user, alone": ["--batch_size", "16"], "the job itself": ["--nproc_per_node", "2"]}.get(who, [])
-    words += ["--output_dir", str(folder / "out")]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    own = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)] if who == "a platform, each" else [{}]
+    options = [*TINY, "--epochs", "200"] if who == "a user, alone" else LONG
+    options = [*options, "--nproc_per_node", "2"] if who == "the job itself" else options
+    words = [*(changed_loader(job, folder, CODE[fault]) if fault in CODE else command(job)), *options]
+    words += ["--save_steps", "1", "--output_dir", str(folder / "out")]
+    own = rank_environments() if who == "a platform, each" else [{}]
     words = [*TORCHRUN, str(free_port()), *words[1:]] if who == "torchrun" else words
     with open(folder / "log", "w") as log:
         how = {"cwd": folder, "stdout": log, "stderr": log}

@@ -24,6 +24,7 @@ from tests.tools.jobs import (
     FIGURES,
     PATIENCE,
     ROOT,
+    TINY,
     Popen,
     assert_same_bits,
     command,
@@ -32,7 +33,7 @@ from tests.tools.jobs import (
     in_rehearsal,
     wait_for,
 )
-from tests.tools.packs import reached, root, url, whole  # noqa: F401 (fixtures)
+from tests.tools.packs import fetchers, reached, root, url, whole  # noqa: F401 (fixtures)
 from tests.tools.ranks import TWO
 from tests.tools.stores import store_environment
 
@@ -312,7 +313,7 @@ IN_A_LOADER, IN_A_STEP = '(loader.WithSampleErrors, "__getitem__")', '(Run, "ste
 def changed(folder, ranks, where, what, *options):
     job = folder / ("train_ddp.py" if ranks > 1 else "train.py")
     job.write_text(ONCE.format(root=str(ROOT), job=str(ROOT / "jobs" / job.name), where=where, what=what))
-    return [sys.executable, str(job), *TWO, *RANKS[ranks], "--workers", "1", *options]
+    return [sys.executable, str(job), *(TWO if ranks > 1 else TINY), *RANKS[ranks], "--workers", "1", *options]
 
 
 @pytest.mark.parametrize("ranks", in_rehearsal([1, 2], lambda ranks: ranks == 1))
@@ -414,10 +415,13 @@ def test_each_operation_of_a_thread_is_a_wait_of_its_own(tmp_path, disk):
     assert found[0] and found[1] and not found[0] & found[1]
 
 
+LONGER = ["--max_samples", "256", "--batch_size", "32"]  # so that the watcher looks once more before the end
+
+
 @pytest.mark.parametrize("ranks", in_rehearsal([1, 2], lambda ranks: ranks == 1))
 def test_a_mount_that_answers_again_is_waited_for(tmp_path, ranks, disk):
     code, answer = disk
-    with started(tmp_path, changed(tmp_path, ranks, IN_A_LOADER, code)) as process:
+    with started(tmp_path, changed(tmp_path, ranks, IN_A_LOADER, code, *LONGER)) as process:
         wait_for(lambda: "waits for a disk or a mount that does not answer" in log_of(tmp_path), process, "the warning")
         answer()
         assert process.wait(PATIENCE) == 0, log_of(tmp_path)

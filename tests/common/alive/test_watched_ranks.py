@@ -11,7 +11,7 @@ import pytest
 
 from tests.tools.jobs import PATIENCE, ROOT, Popen, assert_same_bits, command, environment, final_state, forked, saved, wait_for
 from tests.tools.objectstore import free_port
-from tests.tools.ranks import LONG, TORCHRUN, TWO, children, processes_of
+from tests.tools.ranks import LONG, TORCHRUN, TWO, children, processes_of, rank_environments
 
 
 @contextlib.contextmanager
@@ -23,9 +23,7 @@ def ranks(folder, words, launcher=None):
         if launcher:
             started = [Popen([*launcher, str(free_port()), *words[1:]], env=environment(), **how)]
         else:
-            shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            both = [environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
-            started = [Popen(words, env=env, **how) for env in both]
+            started = [Popen(words, env=environment(**env), **how) for env in rank_environments()]
     try:
         yield started
     finally:

@@ -242,6 +242,7 @@ def test_2000_random_argument_lists_end_with_0_or_2():
     assert min(codes.values()) > 100, codes
 
 
+@pytest.mark.rehearsal
 def test_random_argument_lists_as_whole_processes(tmp_path):
     """The last option makes those that parse end at once: there is no data in that folder."""
     draw = random.Random(8)

@@ -49,7 +49,7 @@ def play(folder, *words, devices=2, check=0, **env):
 AS_ON_AN_NPU = """
 import dataclasses, runpy, sys, torch
 from common.devices import kinds
-kinds.KINDS["cpu"] = dataclasses.replace(kinds.KINDS["cpu"], layout=torch.contiguous_format, fused=False)
+kinds.KINDS["cpu"] = dataclasses.replace(kinds.KINDS["cpu"], layout=torch.contiguous_format, has_fused_optimizers=False)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -5,10 +5,8 @@ import functools
 import http.server
 import os
 import re
-import shlex
 import shutil
 import socketserver
-import subprocess
 import sys
 import threading
 import types
@@ -25,9 +23,10 @@ from common.world import World
 from common.world.network import free_port
 from datasets import cifar10
 from tests.tools.hosts import Hosts, wait_all
-from tests.tools.jobs import PATIENCE, ROOT, TINY, command, environment, forked
+from tests.tools.jobs import PATIENCE, ROOT, TINY, after, command, environment, forked, run
 from tests.tools.packages import namespaces, program
 from tests.tools.ranks import TWO
+from tests.tools.starter import NEW_MOUNTS
 
 DOCTOR = ["--doctor", "true"]
 WITHOUT_LEDGER = TWO[: TWO.index("--ledger")]  # for nodes that share a folder, where each would try to write
@@ -102,21 +101,11 @@ def test_two_nodes_whose_platform_starts_every_rank(tmp_path):
 def in_a_room_of_its_own(script, folder, *options):
     """The verb where mounts are nobody else's; `script` makes them."""
     namespaces()
-    words = [
-        sys.executable,
-        "-m",
-        "launch",
-        "doctor",
-        str(ROOT / "jobs" / "train.py"),
-        "--",
-        *options,
-        "--output_dir",
-        folder / "out",
-    ]
-    words = ["unshare", "-m", "sh", "-ec", f"{script}\nexec {shlex.join(map(str, words))}"]
-    return subprocess.run(
-        words, cwd=folder, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=PATIENCE
-    )
+    words = [sys.executable, ROOT / "launch" / "__main__.py", "doctor", ROOT / "jobs" / "train.py", "--", *options]
+    private = f"mount --make-rprivate /\n{script}"
+    prelude = f"import ctypes, subprocess\nassert ctypes.CDLL(None).unshare({NEW_MOUNTS}) == 0\nsubprocess.run(['sh', '-ec', {private!r}], check=True)"
+    words = after(prelude, [*words, "--output_dir", folder / "out"])
+    return run(words, cwd=folder, env=environment(PYTHONPATH=str(ROOT)))
 
 
 def test_a_read_only_output_and_a_batch_that_no_data_fill(tmp_path):

@@ -108,24 +108,29 @@ def test_what_the_local_platform_injects_is_what_the_resolver_understands(platfo
 
 @pytest.mark.parametrize("platform", in_rehearsal(["modelarts", "pai-dlc"], lambda platform: platform == "pai-dlc"))
 def test_a_platform_that_starts_a_job_once_per_node(two_ranks, tmp_path, platform):
-    script = [
-        sys.executable,
-        "-m",
-        "launch",
-        "local",
-        "--nodes",
-        "2",
-        "--platform",
-        platform,
-        str(ROOT / "jobs" / "train_ddp.py"),
-        "--",
-        *TWO,
-    ]
-    done = run([*script, "--output_dir", str(tmp_path / "out")], cwd=ROOT, env=environment())
+    job = [ROOT / "jobs" / "train_ddp.py", "--", *TWO, "--output_dir", tmp_path / "out"]
+    done = run(
+        [sys.executable, "-m", "launch", "local", "--nodes", 2, "--platform", platform, *job], cwd=ROOT, env=environment()
+    )
     assert done.returncode == 0, done.stdout
     assert ", platform torchrun (" not in done.stdout, "the workers know what their parent recognised"
     assert "[node 1] node 1: starting rank 1 of 2" in done.stdout and "exit codes 0 0" in done.stdout
     assert_same_bits(final_state(tmp_path), final_state(two_ranks[0]))
+    lines = done.stdout.splitlines()
+    first = next(number for number, line in enumerate(lines) if " step=1/" in line)
+    assert first < 15 and "left=? " in lines[first], lines
+    story = " ".join(line for line in lines[:first] if line.startswith("[node 0]"))
+    for words in (
+        "starting rank",
+        "rank 0 of 2",
+        f"platform {platform}",
+        "a new run: 2 epochs",
+        "64 training samples of 10 classes",
+        f"results in {tmp_path}/out",
+    ):
+        assert words in story, story
+    endings = [line.partition("] ")[2] for line in lines if line.startswith("[node 0]")][-3:]
+    assert [line.partition(":")[0] for line in endings] == ["done", "files", "next"]
 
 
 def test_a_mistake_is_not_started_again(tmp_path):

@@ -209,12 +209,6 @@ def test_what_cannot_be_written_is_said_once_and_written_later_whoever_warns(tmp
     assert len((tmp_path / "speed.jsonl").read_text().splitlines()) == 201
 
 
-def test_a_failure_is_on_the_page(tmp_path):
-    done = run_job("train", tmp_path, *TINY, "--lr", "1e30", "--schedule", "constant", check=1, env={"WITHOUT": "matplotlib"})
-    text = Parsed((tmp_path / "out" / "report.html").read_text()).text()
-    assert "Failed after 0/2 epochs: TrainingFailed: " in text and "no end was recorded" not in text, done.stderr
-
-
 def test_warnings_before_the_folder_is_known_are_kept(tmp_path):
     told = journal_of(tmp_path, begun=False)
     moments.announce("said", "warning: before the folder is known")

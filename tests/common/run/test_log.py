@@ -9,35 +9,15 @@ from pathlib import Path
 import pytest
 
 from common.run import clock
-from tests.tools.jobs import ROOT, TINY, command, environment, run_forked, run_job
+from tests.tools.jobs import ROOT, TINY, command, environment, run_job
 
 SAYS = "import sys; sys.path.insert(0, sys.argv[1]); from common import progress; [progress.say(text) for text in sys.argv[2:]]"
 
 
-def test_before_the_first_step_of_two_nodes_there_are_few_lines_and_they_say_what_where_and_on_what(tmp_path):
-    words = ["local", "--nodes", 2, "--procs", 1, ROOT / "jobs" / "train_ddp.py", "--", *TINY, "--output_dir", tmp_path / "out"]
-    lines = run_forked([ROOT / "launch" / "__main__.py", *words], tmp_path, {"PYTHONPATH": str(ROOT)}).stdout.splitlines()
-    first = next(number for number, line in enumerate(lines) if " step=1/" in line)
-    assert first < 15, lines
-    story = " ".join(line for line in lines[:first] if line.startswith("[node 0]"))
-    for words in (
-        "starting rank",
-        "rank 0 of 2",
-        "platform modelarts",
-        "a new run: 2 epochs",
-        "64 training samples of 10 classes",
-        f"results in {tmp_path}/out",
-    ):
-        assert words in story, story
-    assert "left=? " in lines[first]
-    endings = [line.partition("] ")[2] for line in lines if line.startswith("[node 0]")][-3:]
-    assert [line.partition(":")[0] for line in endings] == ["done", "files", "next"]
-
-
-def test_what_an_epoch_has_changed_stands_behind_its_numbers(tmp_path):
-    said = run_job("train", tmp_path, *TINY, "--epochs", 4).stdout
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    told = re.findall(r"^\d\d:\d\d:\d\d epoch=\d/4 steps.* \((.*)\)$", said, re.MULTILINE)
+def test_what_an_epoch_has_changed_stands_behind_its_numbers(finished):
+    folder, said = finished
+    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    told = re.findall(r"^\d\d:\d\d:\d\d epoch=\d/2 steps.* \((.*)\)$", said, re.MULTILINE)
     best = rows[0]
     assert told[0] == "the best so far"
     for before, row, words in zip(rows, rows[1:], told[1:]):

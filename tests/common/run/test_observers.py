@@ -59,20 +59,14 @@ def trained(folder, how, name, job, options, code=0):
     return done, {what: state for what, state in final_state(folder).items() if what != "metrics"}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The state at the end of each job that is used here."""
-    made = {}
+@pytest.fixture
+def undisturbed(untouched):
+    """The state at the end of this job, with these options."""
+    return lambda job, options: without_metrics(untouched(job, *options)[0])
 
-    def of(job, options):
-        key = (job, *options)
-        if key not in made:
-            folder = tmp_path_factory.mktemp(job)
-            run_forked(command(job, *options, "--output_dir", folder / "out")[1:], folder)
-            made[key] = {what: state for what, state in final_state(folder).items() if what != "metrics"}
-        return made[key]
 
-    return of
+def without_metrics(folder):
+    return {what: state for what, state in final_state(folder).items() if what != "metrics"}
 
 
 def of(name):
@@ -97,8 +91,7 @@ def test_a_signal_that_reaches_an_observer_is_obeyed_when_all_of_them_have_been_
     done, _state = trained(tmp_path, "signal", "Console", *of("Console"), code=143)
     assert "stopped by SIGTERM; saved after step 4: start again to go on" in done.stdout and "has failed" not in done.stdout
     run_forked(command("train", *TINY, "--output_dir", tmp_path / "out")[1:], tmp_path)
-    state = {what: state for what, state in final_state(tmp_path).items() if what != "metrics"}
-    assert_same_bits(state, undisturbed(*of("Console")))
+    assert_same_bits(without_metrics(tmp_path), undisturbed(*of("Console")))
 
 
 class Hears(Observer):

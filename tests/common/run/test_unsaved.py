@@ -104,7 +104,7 @@ def kill_after_a_save(folder, words):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("example", ["own_gan.py", "own_accumulation.py"])
 def test_in_the_right_form_three_kills_change_no_bits(tmp_path, example, ranks):
-    words = [EXAMPLES / example, "--epochs", 4, "--save_steps", 1, "--nproc_per_node", ranks, "--output_dir", "out"]
+    words = [*copy_of(example, tmp_path), "--epochs", 4, "--save_steps", 1, "--nproc_per_node", ranks]
     finish(tmp_path / "whole", words)
     for _ in range(3):
         kill_after_a_save(tmp_path / "killed", words)
@@ -195,14 +195,10 @@ def test_the_length_of_a_loader_is_that_of_a_whole_epoch_wherever_it_stands():
     assert len(loader) == 8 and len(sampler) == 3 == len([*loader])
 
 
-def test_what_is_no_image_is_called_a_sample(tmp_path):
-    said = finish(tmp_path, copy_of("own_accumulation.py", tmp_path))
+def test_a_metric_that_no_epoch_gives_is_missed_and_what_is_no_image_is_called_a_sample(tmp_path):
+    said = finish(tmp_path, copy_of("own_accumulation.py", tmp_path, ('best_by="loss"', 'best_by="los"')))
     assert " samples_per_s=" in said and "images" not in said
-
-
-def test_a_metric_that_no_epoch_gives_is_missed(tmp_path):
-    words = copy_of("own_accumulation.py", tmp_path, ('best_by="loss"', 'best_by="los"'))
-    (line,) = warnings(finish(tmp_path, words))
+    (line,) = warnings(said)
     assert line == "warning: no epoch is the best so far: best_by is los, and end_epoch() gives loss"
 
 

@@ -140,14 +140,6 @@ def test_a_download_goes_on_as_long_as_every_attempt_brings_some_of_it(serve, tm
     assert (tmp_path / "file").read_bytes() == BODY and len(server.asked) == 5
 
 
-def test_a_later_start_fetches_only_the_rest(serve, tmp_path):
-    server = serve(BODY)
-    (tmp_path / FETCHING).mkdir()
-    (tmp_path / FETCHING / "file.part").write_bytes(BODY[:9_000_000])
-    https.download(server.url, str(tmp_path / "file"), DIGEST)
-    assert server.asked == ["bytes=9000000-"] and (tmp_path / "file").read_bytes() == BODY
-
-
 def test_how_much_has_come_is_told_to_those_who_wait(serve, tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "TELL_SECONDS", 0)
     told = []
@@ -155,29 +147,25 @@ def test_how_much_has_come_is_told_to_those_who_wait(serve, tmp_path, monkeypatc
     assert told[-1] == len(BODY) and told == sorted(told)
 
 
-def test_what_was_begun_of_another_longer_file_is_not_taken_for_this_one(serve, tmp_path):
-    server = serve(BODY)
+REPLACED = {"Last-Modified": "Fri, 01 Jan 2999 00:00:00 GMT"}
+BEGUN = {
+    "the first part": (BODY[:9_000_000], {}, DIGEST, ["bytes=9000000-"]),
+    "all of it": (BODY, {}, None, [f"bytes={len(BODY)}-"]),
+    "a longer file": (b"of another" * len(BODY), {}, None, [f"bytes={10 * len(BODY)}-", None]),
+    "a part of the file that was there before": (bytes(9_000_000), REPLACED, None, ["bytes=9000000-", None]),
+    "a part, and another one comes": (BODY[:7], {"Content-Range": "bytes 5-9/10"}, None, ["bytes=7-", None]),
+}
+
+
+@pytest.mark.parametrize("what", BEGUN)
+def test_what_an_earlier_start_has_begun_is_gone_on_with_if_it_is_of_this_file(serve, tmp_path, what):
+    """Without a digest nothing else would tell."""
+    begun, headers, digest, asked = BEGUN[what]
+    server = serve(BODY, headers=headers)
     (tmp_path / FETCHING).mkdir()
-    (tmp_path / FETCHING / "file.part").write_bytes(b"of another" * len(BODY))
-    https.download(server.url, str(tmp_path / "file"))
-    assert (tmp_path / "file").read_bytes() == BODY and server.asked[1] is None
-
-
-def test_what_was_begun_before_the_file_was_replaced_is_not_joined_to_it(serve, tmp_path):
-    """Without a digest nothing else would tell: the new file is as long as the old one."""
-    server = serve(BODY, headers={"Last-Modified": "Fri, 01 Jan 2999 00:00:00 GMT"})
-    (tmp_path / FETCHING).mkdir()
-    (tmp_path / FETCHING / "file.part").write_bytes(bytes(9_000_000))
-    https.download(server.url.replace("tar.gz", "bin"), str(tmp_path / "file"))
-    assert (tmp_path / "file").read_bytes() == BODY and server.asked == ["bytes=9000000-", None]
-
-
-def test_a_whole_part_needs_only_its_name(serve, tmp_path):
-    server = serve(BODY)
-    (tmp_path / FETCHING).mkdir()
-    (tmp_path / FETCHING / "file.part").write_bytes(BODY)
-    https.download(server.url, str(tmp_path / "file"))
-    assert (tmp_path / "file").read_bytes() == BODY and len(server.asked) == 1
+    (tmp_path / FETCHING / "file.part").write_bytes(begun)
+    https.download(server.url, str(tmp_path / "file"), digest)
+    assert (tmp_path / "file").read_bytes() == BODY and server.asked == asked
 
 
 def test_a_link_at_the_name_of_a_part_is_not_followed(serve, tmp_path):
@@ -240,13 +228,6 @@ def test_a_wrong_answer_is_one_line_and_leaves_nothing_under_the_final_name(serv
     with pytest.raises(UserError, match=re.escape(words)) as refused:
         https.download(server.url, str(tmp_path / "x.tar.gz"))
     assert "\n" not in str(refused.value) and not (tmp_path / "x.tar.gz").exists()
-
-
-def test_another_part_than_was_asked_for_is_not_appended(serve, tmp_path):
-    (tmp_path / FETCHING).mkdir()
-    (tmp_path / FETCHING / "file.part").write_bytes(BODY[:7])
-    https.download(serve(BODY, headers={"Content-Range": "bytes 5-9/10"}).url, str(tmp_path / "file"))
-    assert (tmp_path / "file").read_bytes() == BODY
 
 
 @pytest.mark.parametrize("url", ["http://example.com/x", "file:///etc/passwd", "ftp://h/x"])

@@ -16,7 +16,7 @@ from datasets.packs import arrival, packed
 from datasets.packs.shards import Verified
 from datasets.packs.state import State
 from tests.tools.jobs import wait_for
-from tests.tools.packs import at, fetchers, is_whole, packs, publish  # noqa: F401 (fixtures)
+from tests.tools.packs import fetchers, is_whole, packs, publish, reached  # noqa: F401 (fixtures)
 
 DAMAGED = {
     "number": "5",
@@ -56,7 +56,7 @@ def test_a_state_whose_text_is_no_failure_has_none(tmp_path, said):
     assert state.failure(0) is None
 
 
-def test_a_pack_whose_note_is_damaged_is_judged_anew(packs, at, fetchers):
+def test_a_pack_whose_note_is_damaged_is_judged_anew(packs, reached, fetchers):
     folder, url = packs["raw"]
     came = Path(local_folder(url, "input_dir"))
     for damaged in (None, "5"):
@@ -94,7 +94,7 @@ def test_damaged_lines_of_a_journal_are_left_out(tmp_path):
 # --- What is in the way ------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_where_a_shard_belongs_is_named(packs, at):
+def test_a_folder_where_a_shard_belongs_is_named(packs, reached):
     folder, url = packs["original"]
     (shard, *_) = sorted(path.name for path in folder.glob("*.tar"))
     path = Path(local_folder(url, "input_dir"), shard)
@@ -113,7 +113,7 @@ IN_THE_WAY = {
 
 
 @pytest.mark.parametrize("name", IN_THE_WAY)
-def test_what_is_in_the_way_of_a_fetch_is_named(packs, at, name):
+def test_what_is_in_the_way_of_a_fetch_is_named(packs, reached, name):
     folder, url = packs["original"]
     came = local_folder(url, "input_dir")
     path, (kind, said) = Path(came, name), IN_THE_WAY[name]

@@ -415,7 +415,7 @@ def test_a_server_that_freezes_costs_the_training_nothing_and_gets_the_rest_late
 def test_an_elastic_job_whose_writer_is_lost_is_one_run_of_mlflow(tmp_path, mlflow):
     run = Nodes(tmp_path, 2, "--min_nodes", 1, "--track", "mlflow", env={0: mlflow.env, 1: mlflow.env})
     try:
-        run.wait_for("epoch=2/20", 0)
+        run.wait_for("epoch=2/12", 0)
         wait_for(lambda: (tmp_path / "node0" / "out" / "tracked-mlflow.json").exists(), run.running[0], "the first rows")
         run.kill(0)
         assert run.end(1) == [0]

@@ -4,7 +4,6 @@ import http.server
 import json
 import os
 import re
-import ssl
 import subprocess
 import sys
 import threading
@@ -20,32 +19,30 @@ from common.errors import UserError
 from common.storage import https
 from tests.common.storage.test_https import serve  # noqa: F401 (a fixture)
 from tests.common.weights.test_by_name import KIND, content, file_name  # noqa: F401 (a fixture)
+from tests.tools.certificate import certified
 from tests.tools.flagship import photographs  # noqa: F401 (a fixture)
 from tests.tools.hostile import safe_of
 from tests.tools.hosts import OUTSIDE, Hosts
 from tests.tools.jobs import PATIENCE, ROOT, environment, wait_for
-from tests.tools.packages import namespaces, program, python_package
+from tests.tools.packages import namespaces, python_package
 
 TORCHVISION, TIMM, FILES = "download.pytorch.org", "huggingface.co", "files.hf.co"
 NAMES = [TORCHVISION, TIMM, FILES]
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("certificate")
-    names = ",".join(f"DNS:{name}" for name in [*NAMES, "localhost"])
-    subprocess.run(
-        [program("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", folder / "key", "-out", folder / "own",
-         "-days", "1", "-subj", f"/CN={TORCHVISION}", "-addext", f"subjectAltName={names}"], check=True, capture_output=True,
-    )  # fmt: skip
-    return folder / "own"
+def own(tmp_path_factory):
+    return certified(tmp_path_factory.mktemp("certificate"), *(f"DNS:{name}" for name in [*NAMES, "localhost"]))
 
 
 @pytest.fixture
-def tls(certificate):
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, certificate.with_name("key"))
-    return context
+def certificate(own):
+    return own[0]
+
+
+@pytest.fixture
+def tls(own):
+    return own[1]
 
 
 class Node:

@@ -53,12 +53,12 @@ from tests.tools.line import Line
 from tests.tools.packs import (  # noqa: F401 (fixtures)
     FORMS,
     WORDS,
-    at,
     end,
     fetchers,
     is_whole,
     packs,
     publish,
+    reached,
     settings,
     size_of,
     with_changes,
@@ -86,7 +86,7 @@ def growing_file(came, files, name):
 
 
 @pytest.mark.parametrize("form", in_rehearsal(FORMS, lambda form: form == "raw"))
-def test_each_sample_is_read_before_its_shard_is_whole_and_each_byte_comes_once(packs, store, at, monkeypatch, form):
+def test_each_sample_is_read_before_its_shard_is_whole_and_each_byte_comes_once(packs, store, reached, monkeypatch, form):
     folder, url = packs[form]
     with Line(store.port, rate=300_000) as line:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", line.url)
@@ -108,7 +108,7 @@ def test_each_sample_is_read_before_its_shard_is_whole_and_each_byte_comes_once(
 
 
 @pytest.mark.parametrize("form", in_rehearsal(FORMS, lambda form: form == "original"))
-def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, at, monkeypatch, form, capsys):
+def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, reached, monkeypatch, form, capsys):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     folder, url = packs[form]
     parts = arrival.begin(url, ["train", "val"], "input_dir", starts_fetcher=False)
@@ -154,7 +154,7 @@ def test_what_the_disk_has_no_room_for_comes_again_in_each_epoch(packs, store, a
 
 
 @pytest.mark.parametrize("form", in_rehearsal(FORMS, lambda form: form == "raw"))
-def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, fetchers, form):
+def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, reached, fetchers, form):
     folder, url = packs[form]
     came = Path(local_folder(url, "input_dir"))
     wanted = packed.load(str(folder), "train")
@@ -176,7 +176,7 @@ def test_what_has_gone_or_changed_on_the_disk_is_not_believed(packs, at, fetcher
 
 
 @pytest.mark.parametrize("there", ["in part", "fetched"])
-def test_bytes_that_are_not_those_of_the_index_are_never_read(packs, store, at, tmp_path, there):
+def test_bytes_that_are_not_those_of_the_index_are_never_read(packs, store, reached, tmp_path, there):
     """Neither from the bucket nor from what a kill has left on the disk, nor what the store's digest has verified there."""
     shutil.copytree(packs["raw"][0], folder := tmp_path / "wrong")
     ours = packed.load(str(folder), "train")
@@ -201,7 +201,7 @@ def test_bytes_that_are_not_those_of_the_index_are_never_read(packs, store, at, 
     assert not State(part.arrival.path, part.arrival.samples).place[place]
 
 
-def test_the_longest_wanted_come_first_with_their_neighbours(packs, at):
+def test_the_longest_wanted_come_first_with_their_neighbours(packs, reached):
     url = packs["original"][1]
     part = arrival.begin(url, ["train"], "input_dir", starts_fetcher=False)[0]
     state = State(part.arrival.path, part.arrival.samples)
@@ -343,7 +343,7 @@ def test_what_the_process_imports(tmp_path):
     assert done.stdout == "[]\n"
 
 
-def test_where_memory_cannot_be_shared_the_pack_is_fetched_first(packs, at, monkeypatch, capsys):
+def test_where_memory_cannot_be_shared_the_pack_is_fetched_first(packs, reached, monkeypatch, capsys):
     def make(*_):
         raise OSError(errno.ENODEV, "No such device")
 
@@ -372,7 +372,7 @@ def test_ranks_that_read_two_packs_are_refused(packs, tmp_path):
     assert done.returncode == 2 and "the pack in --data_url differs: " in done.stderr
 
 
-def test_the_faster_reader_rests_after_a_failure_and_is_tried_again(store, at, monkeypatch):
+def test_the_faster_reader_rests_after_a_failure_and_is_tried_again(store, reached, monkeypatch):
     store.client().create_bucket(Bucket="ranges")
     store.client().put_object(Bucket="ranges", Key="thing", Body=b"0123456789")
     place = bucket.Bucket("s3://ranges")
@@ -392,7 +392,7 @@ def test_the_faster_reader_rests_after_a_failure_and_is_tried_again(store, at, m
     assert asked == [1000, 1031, 1092, 1093]
 
 
-def test_an_error_of_the_disk_is_none_of_the_reader(store, at):
+def test_an_error_of_the_disk_is_none_of_the_reader(store, reached):
     store.client().create_bucket(Bucket="full")
     store.client().put_object(Bucket="full", Key="thing", Body=b"0123456789")
     place = bucket.Bucket("s3://full")
@@ -430,7 +430,7 @@ def holder(part):
     return pid
 
 
-def test_another_job_of_the_node_goes_on_where_a_fetcher_was_killed(packs, store, at, monkeypatch, fetchers):
+def test_another_job_of_the_node_goes_on_where_a_fetcher_was_killed(packs, store, reached, monkeypatch, fetchers):
     folder, url = packs["original"]
     with Line(store.port, rate=100_000) as line:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", line.url)
@@ -445,7 +445,7 @@ def test_another_job_of_the_node_goes_on_where_a_fetcher_was_killed(packs, store
     assert sorted(process.wait(PATIENCE) for process in fetchers if process.pid == first) == [-signal.SIGKILL]
 
 
-def test_another_start_costs_a_job_nothing_whose_pack_has_come(packs, at, fetchers, capsys):
+def test_another_start_costs_a_job_nothing_whose_pack_has_come(packs, reached, fetchers, capsys):
     folder, url = packs["original"]
     (part,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=True)
     state = State(part.arrival.path, part.arrival.samples)
@@ -463,7 +463,7 @@ def test_another_start_costs_a_job_nothing_whose_pack_has_come(packs, at, fetche
     assert [part.read(number) for number in range(3)] == [packed.load(str(folder), "train").read(number) for number in range(3)]
 
 
-def test_an_index_that_was_replaced_since_is_not_that_of_this_run(packs, at):
+def test_an_index_that_was_replaced_since_is_not_that_of_this_run(packs, reached):
     url = packs["original"][1]
     (part,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=False)
     state, index = State(part.arrival.path, part.arrival.samples), Path(packed.local_index(url, "train", "input_dir"))
@@ -476,14 +476,14 @@ def test_an_index_that_was_replaced_since_is_not_that_of_this_run(packs, at):
     assert not state.failure(0, "another node") and state.failure(0, "this node") and not state.place.any()
 
 
-def test_a_start_that_finds_no_pack_leaves_no_process(packs, store, at, fetchers):
+def test_a_start_that_finds_no_pack_leaves_no_process(packs, store, reached, fetchers):
     url = f"{packs['original'][1]}-that-is-not-there"
     with pytest.raises(UserError):
         arrival.begin(url, ["train"], "input_dir", starts_fetcher=True)
     assert [process.wait(PATIENCE) for process in fetchers] == [0]
 
 
-def test_two_versions_of_a_pack_do_not_mix_in_one_folder(packs, store, at, fetchers):
+def test_two_versions_of_a_pack_do_not_mix_in_one_folder(packs, store, reached, fetchers):
     url = publish(packs["original"][0], store, "arriving-twice")
     (first,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=True)
     wait_for(lambda: State(first.arrival.path, first.arrival.samples).is_whole, None, "all of the first")
@@ -497,7 +497,7 @@ def test_two_versions_of_a_pack_do_not_mix_in_one_folder(packs, store, at, fetch
     assert third.read(0) == packed.load(str(packs["raw"][0]), "train").read(0)
 
 
-def test_an_evaluation_needs_no_training_pictures(packs, store, at, tmp_path):
+def test_an_evaluation_needs_no_training_pictures(packs, store, reached, tmp_path):
     shutil.copytree(packs["original"][0], tmp_path / "val", ignore=shutil.ignore_patterns("train-*"))
     args = types.SimpleNamespace(data_url=publish(tmp_path / "val", store, "arriving-val"), input_dir="input_dir", evaluate=True,
                                  data_backend="packed", fetch_first=False, min_nodes=None)  # fmt: skip
@@ -528,7 +528,7 @@ def test_any_rank_of_an_elastic_job_may_be_the_one_that_is_lost(monkeypatch):
     assert starts == [True, False, True, True], "which start a process that fetches or stands by"
 
 
-def test_a_process_that_waits_kills_a_frozen_one_alone(packs, at, monkeypatch, fetchers):
+def test_a_process_that_waits_kills_a_frozen_one_alone(packs, reached, monkeypatch, fetchers):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")  # nobody answers
     url = packs["original"][1]
     monkeypatch.setattr(packed, "local_index", lambda _, split, __: str(packs["original"][0] / f"{split}-index.npz"))
@@ -545,7 +545,9 @@ def test_a_process_that_waits_kills_a_frozen_one_alone(packs, at, monkeypatch, f
     assert killed == [(fetchers[0].pid, signal.SIGKILL)] and fetchers[0].wait(PATIENCE) == -signal.SIGKILL
 
 
-def test_an_object_that_changes_in_mid_run_ends_it_and_nothing_of_it_is_read(packs, store, at, tmp_path, monkeypatch, fetchers):
+def test_an_object_that_changes_in_mid_run_ends_it_and_nothing_of_it_is_read(
+    packs, store, reached, tmp_path, monkeypatch, fetchers
+):
     shutil.copytree(packs["raw"][0], folder := tmp_path / "before")
     url = publish(folder, store, "arriving-changed")
     other, changes = (folder / "train-000000.tar").read_bytes()[::-1], []
@@ -671,7 +673,7 @@ def test_a_fetcher_that_waits_for_long_looks_whether_the_other_one_is_frozen(wai
         assert held and fetched_by_a_child(waiting[0], monkeypatch) == 17
 
 
-def test_what_passed_through_for_another_boot_is_deleted_after_a_day(packs, at):
+def test_what_passed_through_for_another_boot_is_deleted_after_a_day(packs, reached):
     url = packs["original"][1]
     (part,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=False)
     paths = {name: str(Path(part.arrival.path).with_name(f"{name}.state")) for name in ("old", "held", "new")}
@@ -685,7 +687,7 @@ def test_what_passed_through_for_another_boot_is_deleted_after_a_day(packs, at):
     assert [name for name, path in paths.items() if os.path.exists(passing_folder(path))] == ["held", "new"]
 
 
-def test_a_pack_whose_samples_overlap_has_to_be_published_again(packs, store, at, tmp_path):
+def test_a_pack_whose_samples_overlap_has_to_be_published_again(packs, store, reached, tmp_path):
     def one_on_the_other(arrays):
         first, second = np.lexsort((arrays["offset"], arrays["shard"]))[:2]
         return {"offset": np.where(np.arange(len(arrays["offset"])) == second, arrays["offset"][first], arrays["offset"])}
@@ -699,7 +701,7 @@ def test_a_pack_whose_samples_overlap_has_to_be_published_again(packs, store, at
         fetcher.Fetcher(url, part.arrival.folder, [index], part.arrival.path, state, SignsOfLife(state))
 
 
-def test_what_the_fetcher_waits_for_is_no_wait_of_its_rank(packs, at, monkeypatch, fetchers, tmp_path, capsys):
+def test_what_the_fetcher_waits_for_is_no_wait_of_its_rank(packs, reached, monkeypatch, fetchers, tmp_path, capsys):
     """Which may hang meanwhile, in a step whose samples are there, and is ended after the time limit of a step."""
     pulse = heartbeat.create(str(tmp_path / "worker"))
     monkeypatch.setenv(heartbeat.FILES, str(tmp_path / "worker"))
@@ -763,7 +765,7 @@ def test_indexes_that_describe_a_shard_in_two_ways_are_refused(packs):
         Content.of([indexes[0], changed.getvalue()])
 
 
-def test_what_another_pack_has_left_makes_room_before_it_is_measured(packs, at, monkeypatch):
+def test_what_another_pack_has_left_makes_room_before_it_is_measured(packs, reached, monkeypatch):
     url = packs["original"][1]
     (part,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=False)
     others = Path(growing_path(part.arrival.folder, "train-000000.tar", "another pack's"))
@@ -821,7 +823,7 @@ class Shard:
         return self.size
 
 
-def test_the_half_of_a_shard_for_which_there_is_no_room_any_more_is_deleted(packs, at):
+def test_the_half_of_a_shard_for_which_there_is_no_room_any_more_is_deleted(packs, reached):
     url = packs["original"][1]
     (part,) = arrival.begin(url, ["train"], "input_dir", starts_fetcher=False)
     state = State(part.arrival.path, part.arrival.samples)

@@ -22,7 +22,7 @@ from datasets.sampler import EpochSampler, InOrder
 from launch.pack import command as pack
 from launch.pack import forms
 from tests.tools.jobs import NETWORK, assert_same_bits, final_state, in_rehearsal, run_job, wait_for
-from tests.tools.packs import ENDLESS, contents, first, flip, passing, reached, run, settings, start, with_changes  # noqa: F401 (a fixture)
+from tests.tools.packs import ENDLESS, contents, fetchers, first, flip, passing, reached, run, settings, start, with_changes  # noqa: F401 (a fixture)
 from tests.tools.photographs import SIXTEEN, difference, encoded, reference_crop
 
 FORMS = ["320", "256", "raw"]

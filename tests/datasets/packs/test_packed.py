@@ -39,6 +39,7 @@ from tests.tools.packs import (  # noqa: F401 (fixtures)
     contents,
     copied,
     elsewhere,
+    fetchers,
     flip,
     passing,
     reached,

@@ -155,17 +155,6 @@ def test_the_accuracy_on_images_like_cifars_is_that_of_the_run(folders, cifar, f
     assert found == pytest.approx(best["accuracy"], abs=1e-6) and 0.2 < found < 1.0
 
 
-@pytest.mark.parametrize("form", in_rehearsal(PROGRAMS, lambda form: form == "onnx"))
-def test_the_accuracy_on_photographs_is_that_of_the_run(folders, trained, photographs, form):
-    folder = folders["photos", form]
-    take = preprocess_of(folder / "model" if form == "modelarts" else folder)
-    files = tree.load(str(photographs / "val"))
-    pictures = np.stack([take(files.path(number)) for number in range(len(files))])
-    found = (answers(folder, pictures).argmax(axis=1) == files.labels).mean()
-    best = json.loads(sorted((trained[0] / "out" / "checkpoints").glob("*.json"))[-1].read_text())["best"]
-    assert found == pytest.approx(best["accuracy"], abs=1e-6)
-
-
 @pytest.mark.parametrize("mode, resize", [("bilinear", "short"), ("bicubic", "short"), ("bilinear", "whole")])
 def test_the_photographs_of_a_validation_set_are_those_of_its_loader(folders, photographs, trained, mode, resize):
     """The bytes that the evaluation normalises, from the file to the batch."""

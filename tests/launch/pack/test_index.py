@@ -21,7 +21,7 @@ from launch.pack import command
 from tests.tools.hostile import mutated
 from tests.tools.jobs import NETWORK, assert_same_bits, final_state, run_job, wait_for
 from tests.tools.packages import python_package
-from tests.tools.packs import elsewhere, encoded, passing, reached, run  # noqa: F401 (fixtures)
+from tests.tools.packs import elsewhere, encoded, fetchers, passing, reached, run  # noqa: F401 (fixtures)
 
 CLASSES = ["daisy", "rose", "tulip"]
 LABELS = {  # {how the class is said: (part of a sample, key)}
@@ -287,14 +287,6 @@ def test_what_lies_between_two_samples_comes_in_parts(store, reached, tmp_path):
     shard = Path("input_dir/s3/data/films/a.tar")
     wait_for(shard.exists, None, "the whole shard")
     assert shard.read_bytes() == (folder / "a.tar").read_bytes()
-
-
-def test_a_picture_whose_json_says_minus_one_is_left_out_in_a_folder_too(tmp_path):
-    members = [(f"photos/{n}.{kind}", content) for n in range(4) for kind, content in
-               (("jpg", encoded(n)), ("json", b'{"label": %d}' % (-1 if n == 3 else n % 2)))]  # fmt: skip
-    said = run("--index", write_tars(tmp_path / "shards", a_train=tar_of(*members), b_val=tar_of(*members))).stdout
-    assert "3 for train, 3 for val, 2 classes" in said
-    assert said.count("left out, without a label: 1, the first photos/3.jpg") == 2
 
 
 # --- Parquet -----------------------------------------------------------------------------------------------------------

@@ -107,10 +107,9 @@ def test_minus_one_is_no_class_in_any_form(tmp_path, said):
     assert {*of(folder).values()} == {"0", "1", "2"}
 
 
-def test_a_picture_with_an_empty_cls_has_not_the_class_of_its_folder(tmp_path):
-    folder = write_tars(
-        tmp_path / "shards", a=shard([*({"key": f"{n % 2}/{n}"} for n in range(6)), {"key": "1/6", "cls": b""}])
-    )
+@pytest.mark.parametrize("says", [{"cls": b""}, {"json": b'{"label": -1}'}])
+def test_a_picture_that_says_it_has_no_label_has_not_the_class_of_its_folder(tmp_path, says):
+    folder = write_tars(tmp_path / "shards", a=shard([*({"key": f"{n % 2}/{n}"} for n in range(6)), {"key": "1/6", **says}]))
     assert "left out, without a label: 1, the first 1/6.jpg" in run("--index", folder).stdout
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from launch.submit import command as submit
 from launch.submit import kubernetes, sagemaker
 from launch.submit import request as requests
-from tests.tools.jobs import environment
+from tests.tools.jobs import environment, run
 from tests.tools.objectstore import ObjectStore
 from tests.tools.platformserver import PlatformServer
 from tests.tools.submitting import REMOTE_PLATFORMS, TRAIN_JOB, ask, words_of
@@ -472,14 +471,12 @@ def test_the_code_goes_through_a_bucket_into_a_pod(store, tmp_path, monkeypatch,
     template = kubernetes.build(ask("kubeflow", code_url="s3://code/a/b"))["spec"]["pytorchReplicaSpecs"]["Master"]["template"]
     (container,) = template["spec"]["initContainers"]
     words = [str(tmp_path / "pod") if word == "/code" else word for word in container["command"]]
-    done = subprocess.run([sys.executable, *words[1:]], env=environment(**store.environment), capture_output=True, text=True)
+    done = run([sys.executable, *words[1:]], env=environment(**store.environment))
     assert done.returncode == 0, done.stderr
     requests.stage("jobs/train.py", tmp_path / "own")
     assert files_of(tmp_path / "pod") == files_of(tmp_path / "own")
     words[words.index("a/b/")] = "none/"
-    assert (
-        subprocess.run([sys.executable, *words[1:]], env=environment(**store.environment), capture_output=True).returncode == 1
-    )
+    assert run([sys.executable, *words[1:]], env=environment(**store.environment)).returncode == 1
 
 
 def files_of(folder):

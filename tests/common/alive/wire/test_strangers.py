@@ -7,7 +7,6 @@ import random
 import resource
 import signal
 import socket
-import subprocess
 import threading
 import time
 import types
@@ -19,9 +18,9 @@ from common.alive.wire import channel, hub, secret
 from common.errors import UserError
 from common.ranks import store
 from common.world import World, naming
-from tests.tools.jobs import PATIENCE, Popen, command, environment, saved, start, wait_for
+from tests.tools.jobs import PATIENCE, Popen, after, command, environment, saved, start, wait_for
 from tests.tools.objectstore import free_port
-from tests.tools.ranks import LONG, LOOPBACK, children, listening, ports_of
+from tests.tools.ranks import LONG, LOOPBACK, children, listening, ports_of, rank_environments
 
 KEY = b"0123456789abcdef"
 GO = {"attempt": 0, "address": "127.0.0.1", "port": 29500}
@@ -284,11 +283,8 @@ def test_a_job_on_one_node_listens_on_the_loopback_alone(tmp_path, launcher):
     if launcher == "the parent of the node":
         parents = [start(tmp_path, *options, "--nproc_per_node", 2, job="train_ddp")]
     else:
-        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         words = [*command("train_ddp", *options), "--output_dir", str(tmp_path / "out")]
-        parents = [
-            Popen(words, cwd=tmp_path, env=environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank))) for rank in range(2)
-        ]
+        parents = [Popen(words, cwd=tmp_path, env=environment(**env)) for env in rank_environments()]
     try:
         wait_for(saved(tmp_path, 64), parents[0], "a step")
         pids = [pid for parent in parents for pid in [parent.pid, *children(parent)]]
@@ -303,11 +299,9 @@ def test_idle_connections_to_the_ports_of_a_rank_do_not_end_it(tmp_path):
     """More than it may open files by the limit that it was started with: Gloo ends a process that cannot accept one."""
     soft, (_, hard) = 256, resource.getrlimit(resource.RLIMIT_NOFILE)
     words = [*command("train_ddp", *LONG, "--nproc_per_node", 2), "--output_dir", str(tmp_path / "out")]
+    limited = after(f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))", words)
     with open(tmp_path / "log", "w") as log:
-        job = subprocess.Popen(
-            words, cwd=tmp_path, env=environment(), stdout=log, stderr=log, start_new_session=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
-        )  # fmt: skip
+        job = Popen(limited, cwd=tmp_path, env=environment(), stdout=log, stderr=log, start_new_session=True)
     held = []
     try:
         wait_for(lambda: "epoch=2/" in (tmp_path / "log").read_text(), job, "an epoch")
