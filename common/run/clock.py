@@ -26,7 +26,7 @@ PHASE_OF_HEARTBEAT = {
 
 class Clock:
     def __init__(self, line_every: Optional[int] = None, test_samples: int = 0):
-        """`line_every`: steps between lines of the log (unset: LINE_SECONDS).
+        """`line_every`: steps between lines of the log; unset, they come by time (LINE_SECONDS).
 
         `test_samples`: samples of an evaluation."""
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)

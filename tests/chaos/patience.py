@@ -9,7 +9,6 @@ line that names what was waited for. The mount is bindfs, stopped by a signal: i
 
 import argparse
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from tests.tools.faultproxy import FaultProxy
 from tests.tools.flagship import SMALL
 from tests.tools.jobs import assert_same_bits, command, environment, final_state
 from tests.tools.objectstore import ObjectStore
+from tests.tools.packages import program
 from tests.tools.packs import contents, settings, write_tree
 
 RANKS = {1: [], 2: ["--nproc_per_node", "2"]}
@@ -136,8 +136,8 @@ def main():
     parser.add_argument("--only", nargs="+", choices=("store", "mount"), default=["store", "mount"])
     parser.add_argument("--patience", type=float, default=300)
     options = parser.parse_args()
-    if "mount" in options.only and not shutil.which("bindfs"):
-        sys.exit("bindfs is not there: apt-get install bindfs")
+    if "mount" in options.only:
+        program("bindfs")
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         pictures = write_tree(place / "pictures")

@@ -17,6 +17,7 @@ TOOLS = ROOT / ".tools"  # kept between runs
 
 # {program: its package}. A test asks `program` before it starts one of these, or something that does.
 FROM_DEBIAN = {
+    "bindfs": "bindfs",
     "chromedriver": "chromium-driver",
     "chromium": "chromium",
     "cjpeg": "libjpeg-turbo-progs",

@@ -35,6 +35,7 @@ ROWS = [
     *(("a platform, each", fault) for fault in LINES),
     ("torchrun", "killed"),
 ]
+ENDS_ALONE = {"killed": -signal.SIGKILL, "stopped": -signal.SIGKILL, "crashes": -signal.SIGSEGV, "hangs": 1}  # else 1
 OFTEN = [("a user, alone", "killed"), ("a user, alone", "crashes"), ("the job itself", "stopped"), ("a platform, each", "killed"),
          ("a platform, each", "hangs"), ("a platform, each", "fails"), ("a platform, each", "exits")]  # fmt: skip
 
@@ -52,9 +53,9 @@ def started(folder, who, fault):
     with open(folder / "log", "w") as log:
         how = {"cwd": folder, "stdout": log, "stderr": log}
         processes = [Popen(words, env=environment(WITHOUT="matplotlib", **env), **how) for env in own]
-    alone = who in ("a user, alone", "a platform, each")
+    are_ranks = who in ("a user, alone", "a platform, each")
     try:
-        yield processes[0], lambda: processes[-1].pid if alone else workers_of(children(processes[0]))[1]
+        yield processes[0], lambda: processes[-1].pid if are_ranks else workers_of(children(processes[0]))[1]
     finally:
         for process in processes:
             process.kill()
@@ -68,15 +69,11 @@ def test_a_rank_that_is_lost_is_named_and_nothing_is_left(tmp_path, who, fault):
         if fault in SIGNALS:
             wait_for(lambda: steps_of(tmp_path) >= 20, first, "so many steps that its watcher has seen it handle signals")
             os.kill(lost(), SIGNALS[fault])
-        code = (
-            {"killed": -signal.SIGKILL, "stopped": -signal.SIGKILL, "crashes": -signal.SIGSEGV, "hangs": 1}[fault]
-            if alone
-            else 1
-        )
+        code = ENDS_ALONE[fault] if alone else 1
         assert first.wait(PATIENCE) == code
         wait_for(lambda: not processes_of(tmp_path), None, "the end of all others, and of their watchers")
     log = (tmp_path / "log").read_text()
-    home = HOME[who].partition(" ")[0] + " [01]" if fault == "hangs" else HOME[who]
+    home = " ".join(HOME[who].split()[:2]) if fault == "hangs" else HOME[who]  # what the ranks agree on names no host
     line = f"{home} {LINES[fault]}"
     assert re.search(f"^error: {line}{'$' if alone else '; stopping all 2 ranks'}", log, re.M), log
     assert ("Fatal Python error: Segmentation fault" in log) == (fault == "crashes")
