@@ -38,6 +38,7 @@ def main():
     model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     loss_fn = nn.CrossEntropyLoss()
+    all_x, all_y = (tensor.to(device) for tensor in data.tensors)
 
     run = Run(args, sampler, model, best_by="loss", best_is="lowest", optimizer=optimizer)
     run.resume()
@@ -52,7 +53,7 @@ def main():
             run.step(loss)
         model.eval()
         with torch.no_grad():
-            loss = loss_fn(run.model(numbers).flatten(0, 1), data.tensors[1].flatten())
+            loss = loss_fn(run.model(all_x).flatten(0, 1), all_y.flatten())
         run.end_epoch(loss=loss.item())
 
 

@@ -64,12 +64,13 @@ def main():
     run.resume()
     for _ in run.epochs():
         for (real,) in run.steps(loader):
-            fake = net_g(torch.randn(len(real), 8, generator=noise))
-            loss_d = loss_fn(net_d(real), torch.ones(len(real), 1)) + loss_fn(net_d(fake.detach()), torch.zeros(len(real), 1))
+            fake = net_g(torch.randn(len(real), 8, generator=noise).to(device))
+            is_real, is_fake = torch.ones(len(real), 1, device=device), torch.zeros(len(real), 1, device=device)
+            loss_d = loss_fn(net_d(real), is_real) + loss_fn(net_d(fake.detach()), is_fake)
             optimizer_d.zero_grad()
             loss_d.backward()
             optimizer_d.step()
-            loss = loss_fn(net_d(fake), torch.ones(len(real), 1))
+            loss = loss_fn(net_d(fake), is_real)
             optimizer_g.zero_grad()
             loss.backward()
             optimizer_g.step()
@@ -77,7 +78,7 @@ def main():
             run.step(loss)
         schedule_d.step()
         with torch.no_grad():
-            points = average(torch.randn(1000, 8, generator=torch.Generator().manual_seed(1)))
+            points = average(torch.randn(1000, 8, generator=torch.Generator().manual_seed(1)).to(device))
         run.end_epoch(radius_error=(points.norm(dim=1) - 1).abs().mean().item())
 
 

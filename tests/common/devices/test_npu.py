@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "
 def play(folder, *words, devices=2, check=0, **env):
     """What a command printed, where there are so many NPUs."""
     done = subprocess.run(
-        [str(word) for word in words], cwd=folder, env=environment(**npu.environment(devices), **env),
+        [str(word) for word in words], cwd=folder, env=environment(**{**npu.environment(devices), **env}),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}"
@@ -74,6 +75,14 @@ def test_a_job_trains_on_as_many_npus_as_it_can(tmp_path, name):
     assert "npu:0 (Stand-in NPU)" in printed and ("rank 0 of 2" in printed) == several, printed
     assert several or "warning: 1 of 2 NPUs are idle: train_ddp.py uses all of them" in printed
     assert "done: " in printed
+
+
+@pytest.mark.parametrize("name", ["own_accumulation", "own_gan"])  # of mse_loss, which others need, the stand-in has none
+def test_the_pages_own_scripts_train_there(tmp_path, name):
+    shutil.copy(ROOT / "tests" / "examples" / f"{name}.py", tmp_path)
+    path = f"{npu.environment()['PYTHONPATH']}:{ROOT}"
+    printed = play(tmp_path, sys.executable, f"{name}.py", "--epochs", "2", "--output_dir", "out", PYTHONPATH=path)
+    assert "npu:0 (Stand-in NPU)" in printed and "done: " in printed, printed
 
 
 @pytest.mark.parametrize(
