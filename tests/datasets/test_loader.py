@@ -418,7 +418,7 @@ def test_a_profile_leaves_the_warm_up_out(now, monkeypatch):
     [
         (train_imagenet, ["--workers", "0"], 0.6, ["waited for data 60%", "--workers", "launch pack", "dali-gpu"], []),
         (train_imagenet, ["--data_backend", "packed", "--workers", "256"], 0.3, ["waited for data 30%", "dali-gpu"], ["pack,"]),
-        (train_imagenet, ["--data_backend", "packed-remote"], 0.3, ["dali-gpu"], ["pack,"]),
+        (train_imagenet, ["--data_backend", "packed-remote"], 0.25, ["waited for data 25%", "dali-gpu"], ["pack,"]),
         (train_restore, [], 0.6, ["dali-gpu"], ["pack,"]),
         (train_imagenet, [], 0.2, None, []),
         (train_imagenet, ["--data_backend", "synthetic"], 0.9, None, []),

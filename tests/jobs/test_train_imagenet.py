@@ -205,8 +205,10 @@ def test_what_is_made_up_may_be_evaluated_by_weights_of_any_classes(tmp_path):
 
 def test_only_the_last_layer_may_be_of_other_classes():
     network, other = (torch.nn.Sequential(torch.nn.Linear(3, size), torch.nn.Linear(3, 2)) for size in (4, 5))
-    with pytest.raises(UserError, match="is of another network than this Sequential"):
-        pretrained.fit(network, other.state_dict(), "w.pth", new_head=True)
+    of_other_inputs = {**network.state_dict(), "1.weight": torch.zeros(5, 7), "1.bias": torch.zeros(5)}
+    for state in (other.state_dict(), of_other_inputs):
+        with pytest.raises(UserError, match="is of another network than this Sequential"):
+            pretrained.fit(network, state, "w.pth", new_head=True)
 
 
 def test_a_profile_measures_and_saves_nothing(tmp_path):

@@ -1,11 +1,13 @@
 """A signal to stop is noted by its handler, and obeyed between two batches or while one is waited for; the next start goes on."""
 
+import argparse
 import ast
 import contextlib
 import os
 import re
 import signal
 import sys
+import types
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from common.checkpoints.saver import Saving
 from common.errors import STOP_SIGNALS
 from common.ranks import collectives
 from common.run import Run
+from common.run.due import Due
 from datasets import cifar10, loader, processes
 from datasets.sampler import EpochSampler
 from tests.tools.jobs import (
@@ -180,6 +183,13 @@ def test_who_trains_with_others_only_notes_it(stops):
     stops.may_end = True  # in the evaluation
     with pytest.raises(SystemExit):
         next(stops.each([1, 2]))
+
+
+def test_between_an_evaluation_and_the_end_of_its_epoch_a_signal_is_only_noted(stops):
+    due = Due(argparse.Namespace(save_steps=None), types.SimpleNamespace(size=1), types.SimpleNamespace(writes=True))
+    due.allow_stop(is_evaluating=True)
+    due.end_evaluation()
+    assert stops.wait_for(lambda: told() or "the metrics") == "the metrics" and not due.is_evaluating
 
 
 def test_a_signal_that_is_not_meant_for_this_process_is_none(stops):

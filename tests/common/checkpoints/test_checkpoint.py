@@ -106,9 +106,9 @@ def test_a_hostile_manifest_leads_to_the_checkpoint_before(folder, manifest, end
     assert len(said) == 2 and all("000000000300.pt is " in line and "\n" not in line for line in said)
 
 
-@pytest.mark.parametrize("value", [5, [], {"a": 1}, {"about": 1}, {"about": {"samples_seen": 300}}])
+@pytest.mark.parametrize("value", [5, [], {"a": 1}, {"about": 1}, {"about": {"samples_seen": 300}}, b"no archive"])
 def test_whole_files_of_another_form_are_damaged(folder, value):
-    content = bytes(checkpoint.encode(value))
+    content = value if isinstance(value, bytes) else bytes(checkpoint.encode(value))
     (folder / "000000000300.pt").write_bytes(content)
     manifest = {**about(300), "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
     (folder / "000000000300.json").write_bytes(json.dumps(manifest, indent=1).encode())

@@ -390,6 +390,12 @@ def test_a_local_path_is_used_where_it_is_and_published_atomically(tmp_path):
         storage.publish(str(tmp_path / "a"), "https://example.com/x")
 
 
+def test_a_file_that_goes_while_its_folder_is_read_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(upload, "_paths", lambda folder, _: [f"{folder}/gone"])
+    errors = []
+    assert upload.changed_files(str(tmp_path), {}, errors) == {} and not errors
+
+
 PUBLISHING = {"folder": storage.publish, "run": lambda folder, url: publisher.Publisher(folder, url).finish()}
 
 
@@ -442,6 +448,9 @@ def test_what_the_disk_has_is_not_fetched_again(store, tmp_path):
     args = argparse.Namespace(output_url="s3://data/runs/both", output_dir=str(tmp_path), checkpoint_dir=str(folder))
     assert RunBucket(args, said.append).fetch_newest()
     assert checkpoint.newest(str(folder), said.append)[1]["samples_seen"] == 512 and not said
+    (empty := tmp_path / "empty").mkdir()
+    args.checkpoint_dir = str(empty)
+    assert RunBucket(args, said.append).fetch_newest(check_only=True) and not os.listdir(empty) and not said
 
 
 def test_who_goes_back_to_an_older_checkpoint_leaves_no_later_one_in_the_bucket(store, tmp_path):

@@ -1,14 +1,17 @@
 """The log of a run as a story: few lines before the first step, what an epoch has changed, how long the rest takes, what comes next."""
 
 import json
+import platform
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
-from common.run import clock
+from common.run import about, clock
 from tests.tools.jobs import ROOT, TINY, command, environment, run_job
 
 SAYS = "import sys; sys.path.insert(0, sys.argv[1]); from common import progress; [progress.say(text) for text in sys.argv[2:]]"
@@ -39,6 +42,19 @@ def test_an_evaluation_in_mid_epoch_says_so_and_the_next_start_how_long_the_rest
     assert re.fullmatch(r"about 0:00:\d\d left at the \d+ samples a second of the last start", again[4]), again
     less = run_job("train", tmp_path, *TINY, "--max_steps", 6).stdout
     assert "nothing to do: the run has done 2 epochs, 8 steps" in less and "left at the" not in less
+
+
+def test_a_run_that_has_ended_says_which_files_are_where(finished):
+    folder, said = finished
+    assert re.search(rf"^(done: )?.*report\.html, metrics\.jsonl, \S.* in {re.escape(str(folder))}/out", said, re.MULTILINE), (
+        said
+    )
+
+
+def test_a_processor_without_a_name_as_on_arm_is_described_by_its_kind(monkeypatch):
+    cpuinfo = types.SimpleNamespace(read_text=lambda errors: "processor\t: 0\nCPU part\t: 0xd40\n")
+    monkeypatch.setattr(about, "Path", lambda _: cpuinfo)
+    assert about.machine(torch.device("cpu"))["cpu"] == platform.machine()
 
 
 @pytest.mark.parametrize("env, coloured", [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])

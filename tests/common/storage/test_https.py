@@ -17,12 +17,15 @@ from common.storage import https
 from datasets import cifar10, cifar10_files
 from tests.tools.cifar import archive, arguments  # noqa: F401 (a fixture)
 
+GZIPPED = gzip.compress(bytes(range(256)) * 40)
+
 
 class Server(http.server.ThreadingHTTPServer):
     """Serves one body; `cut` answers break off after so many bytes, and every request's Range is written down."""
 
     def __init__(self, body, cuts=(), ranges=True, headers=None, tls=None, at=("127.0.0.1", 0)):
         self.body, self.cuts, self.ranges, self.asked, self.headers = body, list(cuts), ranges, [], headers or {}
+        self.errors = []  # what it answers before all else
         super().__init__(at, _Handler)
         if tls:
             self.socket = tls.wrap_socket(self.socket, server_side=True)
@@ -34,6 +37,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         server, asked = self.server, self.headers.get("Range")
         server.asked.append(asked)
+        if server.errors:
+            self.send_error(server.errors.pop(0))
+            return
         begin = int(asked.split("=")[1].rstrip("-")) if asked and server.ranges else 0
         if begin >= len(server.body):
             self.send_response(416)
@@ -128,6 +134,22 @@ def test_a_broken_download_is_resumed(serve, tmp_path, ranges):
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.parametrize("code", [429, 500, 503])
+def test_a_server_that_is_busy_is_asked_again(serve, tmp_path, monkeypatch, code):
+    monkeypatch.setattr(patience.Patience, "pause", lambda *_: None)
+    server = serve(GZIPPED)
+    server.errors.append(code)
+    https.download(server.url, str(tmp_path / "file"))
+    assert (tmp_path / "file").read_bytes() == GZIPPED and len(server.asked) == 2
+
+
+@pytest.mark.parametrize("no_proxy, proxy", [("", "proxy:3128"), ("example.com", None)])
+def test_a_proxy_is_named_without_its_password_and_only_where_it_is_used(monkeypatch, no_proxy, proxy):
+    monkeypatch.setenv("https_proxy", "http://user:password@proxy:3128")
+    monkeypatch.setenv("no_proxy", no_proxy)
+    assert https._proxy("https://example.com/x") == proxy
+
+
 def test_a_download_goes_on_as_long_as_every_attempt_brings_some_of_it(serve, tmp_path, monkeypatch, at):
     """However often it breaks off: the seconds of --patience are those without a byte, not those of the whole download."""
     server, now = serve(BODY, cuts=[2_000_000] * 4), at([1000.0], https, patience)
@@ -208,7 +230,6 @@ def test_an_address_that_is_none_is_one_line(tmp_path, monkeypatch, url):
     assert not os.path.exists("x")
 
 
-GZIPPED = gzip.compress(bytes(range(256)) * 40)
 WRONG_ANSWERS = {
     "no number": (GZIPPED, {"Content-Length": "abc"}, "states the length 'abc'"),
     "negative": (GZIPPED, {"Content-Length": "-5"}, "states the length '-5'"),

@@ -61,6 +61,14 @@ def test_an_answer_whose_code_nobody_knows_counts_by_its_status(status, refused)
     assert str(found) == f"get_object answered {status} Odd: {refused}" if refused else found is None
 
 
+def test_a_broken_encryption_is_tried_again_and_a_wrong_certificate_is_not():
+    broken, wrong = (
+        exceptions.SSLError(endpoint_url="x", error=words) for words in ("EOF", "[SSL: CERTIFICATE_VERIFY_FAILED]")
+    )
+    assert bucket._refusal(broken, "get_object") is None
+    assert "certificate cannot be verified" in str(bucket._refusal(wrong, "get_object"))
+
+
 def test_a_store_that_never_answers_is_given_up_with_the_reason(monkeypatch):
     monkeypatch.setenv(patience.VARIABLE, "1")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
