@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 from common import files
 from common.alive.patience import Patience, limit
-from common.errors import UserError, one_line
+from common.errors import UserError, is_system_error, one_line
 from common.progress import Progress, Tell
 from common.secrets import mask, secret_parts
 from common.storage import index
@@ -60,10 +60,12 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
             _download(url, path, part, sha256 is None, tell)
             break
         except urllib.error.HTTPError as error:
-            if error.code == 416 and error.headers.get("Content-Range") == f"bytes */{previous_size}":
+            is_whole = error.headers.get("Content-Range") == f"bytes */{previous_size}"
+            if error.code == 416 and previous_size and is_whole:
                 break
             if error.code == 416:  # the part is longer than the file, so it is of an older one
-                os.unlink(part)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(part)
             elif error.code < 500 and error.code != 429:
                 raise UserError(
                     f"{shown} answered {error.code} {one_line(mask(error.reason, *secrets))}; fetch it to "
@@ -71,6 +73,8 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
                 ) from None
             reason = error
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, OSError) and is_system_error(error):  # of the disk here, not of the network
+                raise OSError(error.errno, error.strerror, part) from None
             cause = getattr(error, "reason", None)
             if isinstance(cause, ssl.SSLCertVerificationError):
                 raise UserError(

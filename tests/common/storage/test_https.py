@@ -12,7 +12,7 @@ import pytest
 from common import progress, storage
 from common.address import FETCHING
 from common.alive import patience
-from common.errors import UserError
+from common.errors import UserError, is_system_error
 from common.storage import https
 from datasets import cifar10, cifar10_files
 from tests.tools.cifar import archive, arguments  # noqa: F401 (a fixture)
@@ -141,6 +141,21 @@ def test_a_server_that_is_busy_is_asked_again(serve, tmp_path, monkeypatch, code
     server.errors.append(code)
     https.download(server.url, str(tmp_path / "file"))
     assert (tmp_path / "file").read_bytes() == GZIPPED and len(server.asked) == 2
+
+
+def test_a_server_that_refuses_all_parts_is_one_line(serve, tmp_path, monkeypatch):
+    monkeypatch.setenv(patience.VARIABLE, "0.3")
+    server = serve(b"")  # it answers 416
+    with pytest.raises(UserError, match=r"cannot be fetched: .*416"):
+        https.download(server.url, str(tmp_path / "file"))
+
+
+def test_a_full_disk_is_no_failure_of_the_network(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(https.files, "create", lambda _: open("/dev/full", "wb", buffering=0))  # noqa: SIM115 (it is closed there)
+    server = serve(GZIPPED)
+    with pytest.raises(OSError, match=r"No space left on device: '\S+file\.part'") as failed:
+        https.download(server.url, str(tmp_path / "file"))
+    assert is_system_error(failed.value) and len(server.asked) == 1
 
 
 @pytest.mark.parametrize("no_proxy, proxy", [("", "proxy:3128"), ("example.com", None)])
