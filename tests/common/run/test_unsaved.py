@@ -134,6 +134,9 @@ def test_where_no_update_may_come_that_is_said():
         Run.updates(types.SimpleNamespace(shares=None), 0)
     with pytest.raises(RuntimeError, match="not for exact training"):
         Run.updates(types.SimpleNamespace(shares=object()), 4)
+    position = types.SimpleNamespace(after_step=lambda samples: types.SimpleNamespace(consumed=samples))
+    run = types.SimpleNamespace(shares=None, position=position, global_batch=8)
+    assert Run.updates(run, 1), "each step updates"
 
 
 @pytest.mark.parametrize(
