@@ -122,6 +122,14 @@ def test_a_damaged_answer_is_asked_for_again(store, monkeypatch, fault, prefix):
     assert same("got") if prefix == "set" else Path("got/one").read_bytes() == BIG
 
 
+def test_every_reader_signs_for_the_region(store, monkeypatch):
+    monkeypatch.setenv("AWS_REGION", "cn-north-4")
+    with faults(store, lambda request: None, monkeypatch) as proxy:
+        storage.fetch("s3://data/set", "got")
+        fast = [request for request in proxy.log if "object_store" in request.headers.get("User-Agent", "")]
+        assert fast and all("/cn-north-4/s3/" in request.headers["Authorization"] for request in fast)
+
+
 @pytest.mark.parametrize("fault", ["flip", "short"])
 @pytest.mark.parametrize("key", ["set/0/1.bin", "big/one"])
 def test_an_object_that_always_arrives_damaged_is_refused(store, monkeypatch, fault, key):
