@@ -219,6 +219,11 @@ class Shares:
 
         After this rank's last share, make gradients and float buffers the means over all shares of all ranks,
         and return the mean loss, or None if the ranks have changed."""
+        if self._share < 0:
+            raise UserError(
+                "--shares: call run.register(shares=shares) before run.resume(), so that run.steps() gives "
+                "the shares"
+            )
         if self.number == 1:
             return loss.detach()
         saved_buffers = self._saved_buffers[: len(self._float_buffers)]
