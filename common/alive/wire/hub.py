@@ -330,6 +330,9 @@ def listen(port: int) -> socket.socket:
             if error.errno != errno.EADDRINUSE and family == socket.AF_INET6:
                 family = socket.AF_INET  # a host whose IPv6 is switched off
                 continue
+            if error.errno != errno.EADDRINUSE:
+                problem = f"port {port} cannot be opened on this node ({error.strerror})"
+                raise UserError(f"{problem}; give the job another port") from None
             if time.monotonic() > deadline:
                 problem = f"port {port} on this node is taken by another program ({error.strerror})"
                 raise UserError(f"{problem}; give the job another port") from None

@@ -1,6 +1,7 @@
 """Whoever reaches the port of node 0 without the secret of the job neither joins it nor stops it."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -211,6 +212,21 @@ def test_accept_survives_every_error(monkeypatch):
         one.thread.join(PATIENCE)
         assert list(one.connections) == [1] and not errors
         connection.close()
+
+
+def test_a_port_that_may_not_be_opened_is_said_at_once_and_not_called_taken(monkeypatch):
+    asked = []
+
+    def refusing(address, family, **_):
+        asked.append(family)
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket, "create_server", refusing)
+    with pytest.raises(
+        UserError, match=r"port 80 cannot be opened on this node \(Permission denied\); give the job another port"
+    ):
+        hub.listen(80)
+    assert len(asked) <= 2, "once for IPv6, once for IPv4"
 
 
 def test_members_that_contradict_each_other_still_stop_all():
