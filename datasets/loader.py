@@ -334,9 +334,6 @@ class WithSampleErrors(torch.utils.data.Dataset):
         self._seed = getattr(sampler, "seed", 0)
         self._has_checked_draws = False
 
-    def __len__(self) -> int:
-        return len(self._data_set)
-
     def __getitem__(self, epoch_and_ids: tuple[int, Any]) -> Any:
         epoch, ids = epoch_and_ids
         try:
