@@ -60,12 +60,10 @@ def _fetch(url: str, path: str, part: str, sha256: Optional[str], tell: Optional
             _download(url, path, part, sha256 is None, tell)
             break
         except urllib.error.HTTPError as error:
-            is_whole = error.headers.get("Content-Range") == f"bytes */{previous_size}"
-            if error.code == 416 and previous_size and is_whole:
-                break
-            if error.code == 416:  # the part is longer than the file, so it is of an older one
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(part)
+            if error.code == 416 and previous_size:
+                if error.headers.get("Content-Range") == f"bytes */{previous_size}":
+                    break
+                os.unlink(part)  # it is longer than the file, so it is of an older one
             elif error.code < 500 and error.code != 429:
                 raise UserError(
                     f"{shown} answered {error.code} {one_line(mask(error.reason, *secrets))}; fetch it to "

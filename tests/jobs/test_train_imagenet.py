@@ -209,6 +209,9 @@ def test_only_the_last_layer_may_be_of_other_classes():
     for state in (other.state_dict(), of_other_inputs):
         with pytest.raises(UserError, match="is of another network than this Sequential"):
             pretrained.fit(network, state, "w.pth", new_head=True)
+    last, of_other_classes = (torch.nn.Linear(3, classes, bias=False) for classes in (2, 5))
+    with pytest.raises(UserError, match=r"w\.pth is for 5 classes, and here are 2"):
+        pretrained.fit(last, of_other_classes.state_dict(), "w.pth", new_head=False)
 
 
 def test_a_profile_measures_and_saves_nothing(tmp_path):

@@ -330,12 +330,12 @@ def listen(port: int) -> socket.socket:
             if error.errno != errno.EADDRINUSE and family == socket.AF_INET6:
                 family = socket.AF_INET  # a host whose IPv6 is switched off
                 continue
-            if error.errno != errno.EADDRINUSE:
-                problem = f"port {port} cannot be opened on this node ({error.strerror})"
-                raise UserError(f"{problem}; give the job another port") from None
-            if time.monotonic() > deadline:
-                problem = f"port {port} on this node is taken by another program ({error.strerror})"
-                raise UserError(f"{problem}; give the job another port") from None
+            is_taken = error.errno == errno.EADDRINUSE
+            if not is_taken or time.monotonic() > deadline:
+                problem = f"port {port} on this node cannot be opened"
+                if is_taken:
+                    problem = f"port {port} on this node is taken by another program"
+                raise UserError(f"{problem} ({error.strerror}); give the job another port") from None
             time.sleep(0.2)
 
 

@@ -445,6 +445,7 @@ def test_of_the_file_beside_weights_only_what_a_run_would_write_is_taken(tmp_pat
     write_weights(str(tmp_path / "epoch_2.pth"), {}, ours)
     assert about_weights(str(tmp_path / "epoch_2.pth")) == ours
     assert "猫" in (tmp_path / "epoch_2.json").read_text(), "people read it, too"
-    theirs = {"author": "x", "classes": 10, "image_size": "large", "mean": 0.5, "std": [0.2, 0.3, 0.0], "crop_pct": True}
-    (tmp_path / "epoch_3.json").write_text(json.dumps({"arch": "resnet18", **theirs}))
-    assert about_weights(str(tmp_path / "epoch_3.pth")) == {"arch": "resnet18"}
+    theirs = {"author": "x", "classes": 10, "image_size": "large", "mean": 0.5, "crop_pct": True}
+    for deviation in (-1.0, 0.0):
+        (tmp_path / "epoch_3.json").write_text(json.dumps({"arch": "resnet18", **theirs, "std": [0.2, 0.3, deviation]}))
+        assert about_weights(str(tmp_path / "epoch_3.pth")) == {"arch": "resnet18"}

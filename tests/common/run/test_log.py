@@ -46,9 +46,7 @@ def test_an_evaluation_in_mid_epoch_says_so_and_the_next_start_how_long_the_rest
 
 def test_a_run_that_has_ended_says_which_files_are_where(finished):
     folder, said = finished
-    assert re.search(rf"^(done: )?.*report\.html, metrics\.jsonl, \S.* in {re.escape(str(folder))}/out", said, re.MULTILINE), (
-        said
-    )
+    assert re.search(rf"^files: report\.html, metrics\.jsonl, .* in {re.escape(str(folder))}/out", said, re.MULTILINE), said
 
 
 def test_a_processor_without_a_name_as_on_arm_is_described_by_its_kind(monkeypatch):

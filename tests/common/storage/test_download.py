@@ -122,8 +122,10 @@ def test_a_damaged_answer_is_asked_for_again(store, monkeypatch, fault, prefix):
     assert same("got") if prefix == "set" else Path("got/one").read_bytes() == BIG
 
 
-def test_every_reader_signs_for_the_region(store, monkeypatch):
-    monkeypatch.setenv("AWS_REGION", "cn-north-4")
+def test_obstore_signs_for_the_region_of_a_profile_which_it_does_not_read(store, monkeypatch, tmp_path):
+    (tmp_path / "config").write_text("[default]\nregion = cn-north-4\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.delenv("AWS_REGION")
     with faults(store, lambda request: None, monkeypatch) as proxy:
         storage.fetch("s3://data/set", "got")
         fast = [request for request in proxy.log if "object_store" in request.headers.get("User-Agent", "")]

@@ -223,7 +223,7 @@ def test_a_port_that_may_not_be_opened_is_said_at_once_and_not_called_taken(monk
 
     monkeypatch.setattr(socket, "create_server", refusing)
     with pytest.raises(
-        UserError, match=r"port 80 cannot be opened on this node \(Permission denied\); give the job another port"
+        UserError, match=r"port 80 on this node cannot be opened \(Permission denied\); give the job another port"
     ):
         hub.listen(80)
     assert len(asked) <= 2, "once for IPv6, once for IPv4"
