@@ -226,6 +226,16 @@ def test_the_ids_are_those_of_the_batch_that_was_given(beside):
     assert not working()
 
 
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_batches_have_the_layout_that_was_asked_for_however_they_are_stored(layout):
+    pixels = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).view(2, 3, 4, 5)
+    for stored in (torch.channels_last, torch.contiguous_format):
+        batches = [(pixels.contiguous(memory_format=stored), torch.zeros(2), torch.arange(2))]
+        loader = DeviceLoader(batches, EpochSampler(2, 2, seed=0), torch.device("cpu"), [0.0] * 3, [1.0] * 3, layout=layout)
+        ((images, _),) = loader
+        assert images.is_contiguous(memory_format=layout) and torch.equal(loader.pixels(images), pixels)
+
+
 def test_seconds_are_read_and_added_under_one_lock(monkeypatch):
     """The thread that loads adds to them while the training reads them: an addition between the two lines of a read is lost."""
 

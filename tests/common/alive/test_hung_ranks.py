@@ -104,6 +104,16 @@ def test_a_signal_without_a_name_is_named_by_its_number(tmp_path):
     assert re.search(rf"was killed by signal {signal.SIGRTMIN + 6} after step 0", watched.fault("node 0")["text"])
 
 
+@pytest.mark.parametrize("code, again", [(2, False), (1, True)], ids=["a mistake", "a failure"])
+def test_a_mistake_of_the_user_is_not_tried_again(tmp_path, monkeypatch, code, again):
+    watched = worker.Worker(0, str(tmp_path / "worker"))
+    monkeypatch.setenv(heartbeat.FILES, watched.file_prefix)
+    heartbeat.report_fault("UserError: no such folder", code, victim=False)
+    watched.code = code
+    fault = watched.fault("node 0")
+    assert (fault["code"], fault["restart"], fault["direct"]) == (code, again, True) and "no such folder" in fault["text"]
+
+
 def test_a_victim_is_named_once_no_cause_has_come_and_at_once_where_it_is_alone(at):
     clock = at([1000.0], judge)
     alone, of_two = judge.Judge(1), judge.Judge(2)

@@ -407,6 +407,16 @@ def test_an_error_of_the_disk_is_none_of_the_reader(store, reached):
     assert both.read(thing, 3, 4) == b"3456" and both.stream(thing, 3, 4, lambda *_: None)  # and it goes on being used
 
 
+def test_what_the_faster_reader_brings_ends_a_row_of_failures(store, reached):
+    store.client().create_bucket(Bucket="row")
+    store.client().put_object(Bucket="row", Key="thing", Body=b"0123456789")
+    place = bucket.Bucket("s3://row")
+    (thing,) = place.items("thing")
+    both = ranges.Ranges(place, patience.Patience(60))
+    assert both._fast_reader and both.patience.failed("s3://row", time.monotonic() - 61)
+    assert both.read(thing, 3, 4) == b"3456" and not both.patience.failed("s3://row", time.monotonic())
+
+
 def test_batches_are_wanted_before_they_are_loaded(waiting, tmp_path):
     State.make(path := str(tmp_path / "larger"), 4000)
     reader, state = dataclasses.replace(waiting[0], path=path, samples=4000), State(path, 4000)
