@@ -25,7 +25,7 @@ from common.alive.worker import Fault, Worker
 from common.errors import STOP_SIGNALS, one_line, report_failure
 from common.files import create_scratch_folder
 from common.machine import cores
-from common.world import PLATFORM, World, naming, network
+from common.world import PLATFORM, PROMISED, World, naming, network
 
 KILLED_SECONDS = 10  # how long killed workers may take to end; a worker that the kernel blocks does not end
 AGAIN = -1  # what train() returns in place of an exit code, if the workers are to be started again
@@ -152,6 +152,7 @@ class Supervisor:
             "LOCAL_WORLD_SIZE": str(world.local_world_size), "GROUP_RANK": str(world.node_rank),
             "NODE_RANK": str(world.node_rank),
             "TORCHELASTIC_RUN_ID": world.job_id or "anyrank", PLATFORM: f"{world.platform}: {world.rule}",
+            PROMISED: str(world.gpus_promised),
             "TORCHELASTIC_RESTART_COUNT": str(world.restart_count + go["attempt"]),
             **network.interfaces(self.own_address()),
             **self.extra_variables,

@@ -15,6 +15,8 @@ from common.world.world import LaunchContext, World
 
 # set by a node's parent for its workers: the platform, and how it was recognised
 PLATFORM = "ANYRANK_PLATFORM"
+# the same: how many GPUs or NPUs the node has according to the platform
+PROMISED = "ANYRANK_PROMISED"
 DEFAULT_PORT = 29500  # the same on every node; MASTER_PORT overrides it
 
 JOB_ID = [
@@ -98,6 +100,7 @@ def resolve(
         rule=rule or place.rule,
         master_addr=place.master_addr or "127.0.0.1",
         master_port=place.master_port or context.number("MASTER_PORT") or DEFAULT_PORT,
+        gpus_promised=place.gpus_promised or context.number(PROMISED),
         job_id=next((context.env[name] for name in JOB_ID if name in context.env), ""),
         restart_count=sum(
             max(0, context.number(name) - initial)

@@ -123,9 +123,10 @@ def slurm(context: LaunchContext) -> Optional[World]:
     )
     rank = context.number("SLURM_PROCID")
     local_rank = context.number("SLURM_LOCALID")
-    return process(
+    world = process(
         "slurm", "srun, one task per process", rank, tasks, local_rank, local_size, node_rank, master, port
     )
+    return dataclasses.replace(world, gpus_promised=promised)
 
 
 def ascend(context: LaunchContext) -> Optional[World]:

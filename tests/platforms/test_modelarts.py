@@ -356,6 +356,15 @@ def test_fewer_gpus_than_promised_are_a_warning_with_both_numbers(seen, promised
     assert said == ("torch sees 7 of the 8 GPUs that modelarts says this node has: the others are idle" if warned else None)
 
 
+def test_workers_whose_torch_sees_none_of_the_promised_gpus_end_instead_of_training_on_the_cpu(tmp_path):
+    words = command("train_ddp", *TINY, "--output_dir", tmp_path / "out")
+    env = {"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "8", "NPROC_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    done = run_forked(words[1:], tmp_path, env, check=2)
+    assert re.match(
+        r"error: rank \d .*: the platform reports 8 GPUs \(modelarts\), but torch sees no GPU: ", done.stderr.splitlines()[-1]
+    )
+
+
 # --- How a job ends ------------------------------------------------------------------------------------------------------
 
 

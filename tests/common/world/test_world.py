@@ -181,6 +181,19 @@ def test_job_id_and_restarts():
 
 
 @pytest.mark.parametrize(
+    "env",
+    [
+        MODELARTS,
+        {**TORCHRUN, "ANYRANK_PROMISED": "8"},  # a worker whose parent was told by the platform
+        {**SRUN, "SLURM_GPUS_ON_NODE": "8"},
+    ],
+    ids=["a node", "a worker", "a task of SLURM"],
+)
+def test_what_a_platform_promises_is_known_to_every_process(env):
+    assert [resolve({}, env, gpus).gpus_promised for gpus in (0, 8)] == [8, 8]
+
+
+@pytest.mark.parametrize(
     "argv, env, expected",
     [
         ({}, {}, (None, "output_dir/train", "output_dir/train/checkpoints", "output_dir/train/tensorboard")),
