@@ -55,6 +55,7 @@ NOT_RUN = {
     ],
     "needs a bucket and its key; tests/common/storage/test_download.py, tests/common/checkpoints/test_run_bucket.py and tests/datasets/packs/test_packed.py have a store of their own": [
         "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... AWS_REGION=cn-north-4",
+        "export AWS_ACCESS_KEY_ID=$HUAWEICLOUD_SDK_AK AWS_SECRET_ACCESS_KEY=$HUAWEICLOUD_SDK_SK",
         "python jobs/train.py --data_url obs://bucket/cifar10",
         "python jobs/train_ddp.py --data_url obs://bucket/cifar10 --output_dir obs://bucket/runs/7",
         "python jobs/train_imagenet.py --data_backend packed --data_url obs://bucket/imagenet-packed",
