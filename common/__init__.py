@@ -1,3 +1,3 @@
 """Code that all jobs share."""
 
-VERSION = "0.3.0"
+VERSION = "0.4.0"

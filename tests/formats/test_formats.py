@@ -7,6 +7,10 @@
 0.3.0/run/      the same, with the weights of the first epoch; its packs are those of 0.1.0, too
 0.3.0/bucket/   the same in a bucket, of two starts, the second one on an empty disk
 0.3.0/imports.txt  what its jobs, and the scripts of its pages, import of ours
+0.4.0/run/      jobs/train_ddp.py with the options of 0.1.0/run, --nproc_per_node 2 --batch_size 8 --keep 1
+0.4.0/own/      own.py, the script of a user, --nproc_per_node 2 --max_steps 5: gradients of two processes wait for their update
+0.4.0/shards/   the pictures of photos/ in shards of WebDataset, whose labels are numbers, after launch pack --index
+0.4.0/imports.txt  as that of 0.3.0
 """
 
 import json
@@ -35,12 +39,13 @@ OLD = ROOT / "tests" / "formats" / "0.1.0"
 
 
 def test_they_are_small():
-    assert sum(path.stat().st_size for path in OLD.parent.rglob("*") if path.is_file()) < 600_000
+    assert sum(path.stat().st_size for path in OLD.parent.rglob("*") if path.is_file()) < 750_000
 
 
 OPTIONS = ["--custom_data", "true", "--max_samples", 64, "--width", 1, "--epochs", 3, "--ledger", "true", "--keep", 3]
 RUNS = {"0.1.0": ("train", "--batch_size", 16), "0.2.0": ("train_exact", "--batch_size", 8)}
 RUNS["0.3.0"] = RUNS["0.2.0"]
+RUNS["0.4.0"] = ("train_ddp", "--batch_size", 16)
 
 
 @pytest.mark.parametrize("version", RUNS)
@@ -51,12 +56,29 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, version):
     went_on(OLD.parent / version / "run", tmp_path / "out", done.stdout)
 
 
-def test_a_copy_of_a_job_finds_what_it_imports():
-    lines = (OLD.parent / "0.3.0" / "imports.txt").read_text().splitlines()
-    assert (
-        len(lines) == 41
-        and "from common.checkpoints.pretrained import about_weights, fit, load_weights, local_weights" in lines
-    )
+def test_a_script_goes_on_with_the_gradients_of_each_of_its_processes(tmp_path):
+    """To the weights of a start that nobody has stopped."""
+    before, after = OLD.parent / "0.4.0" / "own", tmp_path / "out"
+    shutil.copytree(before, after)
+    words = [OLD.parent / "0.4.0" / "own.py", "--nproc_per_node", 2, "--ledger", "true", "--output_dir", after]
+    done = run_forked(words, tmp_path, {"PYTHONPATH": str(ROOT)})
+    assert "going on from" in done.stdout and "epoch 2, after 16 of its samples, step 5" in done.stdout
+    assert json.loads((after / "state.json").read_text()) == {"finished": True, "epoch": 3, "epochs": 3}
+    weights = read_weights(str(after / "epoch_3.pth"))
+    assert weights["weight"].tolist()[0] == pytest.approx([-0.457656, 0.259471, -0.202806, -0.294940], abs=1e-5)
+    assert weights["bias"].tolist() == pytest.approx([-0.254272], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "version, count, one",
+    [
+        ("0.3.0", 41, "from common.checkpoints.pretrained import about_weights, fit, load_weights, local_weights"),
+        ("0.4.0", 46, "from common.start import start"),
+    ],
+)
+def test_a_copy_of_a_job_finds_what_it_imports(version, count, one):
+    lines = (OLD.parent / version / "imports.txt").read_text().splitlines()
+    assert len(lines) == count and one in lines
     for line in lines:
         exec(line, {})
 
@@ -122,6 +144,14 @@ def test_a_pack_has_the_pictures_that_were_packed(form, split, count):
             pixels = decode.decode(files.content(number), False, None)
             assert np.array_equal(pixels.permute(1, 2, 0).numpy(), np.asarray(decode.decode_with_pillow(photo)))
     assert all(files.find_damage(number) is None for number in range(len(files.shards)))
+
+
+@pytest.mark.parametrize("split, labels", [("train", [0, 0, 0, 1, 1, 1]), ("val", [0, 1])])
+def test_an_index_of_shards_of_others_has_the_right_class_of_each_picture(split, labels):
+    files = packed.load(str(OLD.parent / "0.4.0" / "shards"), split)
+    assert files.classes == ["cat", "dog"] and files.labels.tolist() == labels
+    photos = [photo for name in files.classes for photo in sorted((OLD / "photos" / split / name).iterdir())]
+    assert [files.read(number) for number in range(len(files))] == [photo.read_bytes() for photo in photos]
 
 
 def test_a_pack_is_made_ready_by_the_same_command_without_packing_anything_again(tmp_path):

@@ -120,7 +120,7 @@ def test_launch_says_which_version_it_is():
     done = subprocess.run(
         [sys.executable, "-m", "launch", "--version"], cwd=ROOT, env=environment(), capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "anyrank 0.3.0\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "anyrank 0.4.0\n", "")
 
 
 def test_a_verb_that_is_none_is_one_line_with_the_nearest():
