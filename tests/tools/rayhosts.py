@@ -26,7 +26,7 @@ class RayHosts:
         self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
         more = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r}); from tests import rayhosts; rayhosts.main(*map(int, sys.argv[1:]))", str(nodes), str(store), str(head_cpus)], cwd=folder, env=environment(**self.variables, **more),
+            [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r}); from {__name__} import main; main(*map(int, sys.argv[1:]))", str(nodes), str(store), str(head_cpus)], cwd=folder, env=environment(**self.variables, **more),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         self._learn()
