@@ -112,7 +112,7 @@ def max_hours(folder):
     words = words_of([*DDP, "--epochs", 30], "3")
     undisturbed, broken = whole(folder, words), folder / "broken"
     starts = 0
-    while "is over; saved" in finish(broken, [*words, "--max_hours", 1.5 / 3600]):
+    while "is over; saved" in finish(broken, [*words, "--max_hours", 3 / 3600]):
         starts += 1
         assert starts < 50
     assert starts > 1, "the run was over before --max_hours"

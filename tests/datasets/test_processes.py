@@ -116,7 +116,7 @@ def test_a_read_only_dev_shm_is_named(tmp_path):
 @pytest.mark.rehearsal
 def test_a_job_needs_no_room_in_dev_shm(tmp_path):
     namespaces()
-    options = [*TINY, "--batch_size", 128]  # 384 KiB
+    options = [*TINY, "--max_samples", 256, "--batch_size", 128]  # 384 KiB
     for name in ("alone", "processes"):
         (tmp_path / name).mkdir()
     run_job("train", tmp_path / "alone", *options, "--workers", 0)

@@ -307,7 +307,7 @@ def test_twenty_kills_cost_no_bits_and_what_is_there_is_not_fetched_again(store,
             process = subprocess.Popen(
                 list(map(str, start)), cwd=tmp_path, env=environment(**through(line, store)), stdout=subprocess.DEVNULL
             )
-            until = line.down + draw.uniform(0.05, 0.11) * size_of(folder)  # 0.05 may be under way, which a kill loses
+            until = line.down + draw.uniform(0.03, 0.06) * size_of(folder)  # some is under way, which a kill loses
             wait_for(lambda until=until: line.down > until or process.poll() is not None, None, "a moment")  # noqa: B023
             process.kill()
             process.wait()
